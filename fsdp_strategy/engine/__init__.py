@@ -1,0 +1,18 @@
+"""The FSDP engine, torch only: usable without Lightning."""
+
+from fsdp_strategy.engine.engine import EngineConfig, FullyShardedEngine
+from fsdp_strategy.engine.mesh import ShardMesh
+from fsdp_strategy.engine.recorder import Event, Recorder
+from fsdp_strategy.engine.unit import Unit, UnitState
+from fsdp_strategy.engine.units import find_units
+
+__all__ = [
+    "EngineConfig",
+    "Event",
+    "FullyShardedEngine",
+    "Recorder",
+    "ShardMesh",
+    "Unit",
+    "UnitState",
+    "find_units",
+]

@@ -1,0 +1,105 @@
+"""Compare between ranks, at setup, what must be equal on all of them. Every rank raises, or none.
+
+A rank that finds a mistake of its own tells the others before it raises, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import nn
+
+from fsdp_strategy.engine.collectives import Collectives
+from fsdp_strategy.engine.units import UnitPlan
+
+T = TypeVar("T")
+
+
+def describe(plans: Sequence[UnitPlan]) -> list[str]:
+    """One line per parameter: all that decides which messages are sent and how large they are."""
+    return [
+        f"`{site.fqn}` {tuple(site.param.shape)} {site.param.dtype} in "
+        + (f"unit `{plan.fqn}`" if plan.fqn else "the root unit")
+        for plan in plans
+        for site in plan.params
+    ]
+
+
+def check_params(plans: Sequence[UnitPlan]) -> None:
+    """Raise on a parameter that cannot be sharded.
+
+    Raises:
+        ValueError: for parameters on the meta device, uninitialised lazy ones, 0-d and integer ones.
+    """
+    sites = [site for plan in plans for site in plan.params]
+    lazy = [site.fqn for site in sites if nn.parameter.is_lazy(site.param)]
+    if lazy:
+        raise ValueError(
+            f"Expected initialised parameters, got {len(lazy)} lazy ones, first `{lazy[0]}`. Run one forward on a "
+            "batch before training starts, so that their shapes are known."
+        )
+    on_meta = [site.fqn for site in sites if site.param.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"Expected materialised parameters, got {len(on_meta)} on the meta device, first `{on_meta[0]}`. Build the "
+            "model without `torch.device('meta')`, or call `model.to_empty(device=...)` and reset its parameters."
+        )
+    for site in sites:
+        if site.param.dim() == 0:
+            raise ValueError(
+                f"Expected parameters with at least one dimension, got the 0-d parameter `{site.fqn}`. Give it the "
+                "shape (1,)."
+            )
+        if not (site.param.is_floating_point() or site.param.is_complex()):
+            raise ValueError(
+                f"Expected floating point parameters, got `{site.fqn}` of {site.param.dtype}. Register it as a buffer."
+            )
+
+
+def run_on_all_or_none(collectives: Collectives, check: Callable[[], T], what: str) -> T:
+    """Run `check` on every rank; if it raises on any, raise on all, naming the ranks.
+
+    Raises:
+        ValueError: with each failing rank's message, also on the ranks on which `check` passed.
+    """
+    result: T | None = None
+    problem: Exception | None = None
+    try:
+        result = check()
+    except (ValueError, TypeError) as error:
+        problem = error
+    problems = collectives.exchange_objects(None if problem is None else f"{problem}")
+    failed = [rank for rank, text in enumerate(problems) if text is not None]
+    if not failed:
+        return result  # type: ignore[return-value]
+    ranks = "every rank" if len(failed) == len(problems) else f"rank {', '.join(map(str, failed))}"
+    raise ValueError(f"[{ranks}] {what}: {problems[failed[0]]}") from problem
+
+
+def check_equal_models(collectives: Collectives, plans: Sequence[UnitPlan]) -> None:
+    """Raise on every rank if the ranks built different models.
+
+    Raises:
+        ValueError: naming the ranks that differ from rank 0 and the first difference.
+    """
+    lines = describe(plans)
+    digests = collectives.exchange_objects(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    models = collectives.exchange_objects(lines)
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    other = models[differing[0]]
+    nothing = "no further parameter"
+    first, second = next(
+        (
+            (models[0][i] if i < len(models[0]) else nothing, other[i] if i < len(other) else nothing)
+            for i in range(max(len(models[0]), len(other)))
+            if models[0][i : i + 1] != other[i : i + 1]
+        )
+    )
+    raise ValueError(
+        f"Expected the same model on every rank, got a different one on rank {', '.join(map(str, differing))}: rank 0 "
+        f"has {first}, rank {differing[0]} has {second}. Build the model from the same configuration on every rank."
+    )

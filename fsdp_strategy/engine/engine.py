@@ -1,0 +1,210 @@
+"""Puts the parts together: shard a module in place, and run its iterations.
+
+Without Lightning:
+
+    mesh = ShardMesh(torch.device("cpu"))
+    engine = FullyShardedEngine(module, mesh, EngineConfig(prefetch_limit=1))
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(batch).mean().backward()  # gathers, frees, reduces
+    optimizer.step()                 # every rank its own shards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_strategy.engine.agreement import check_equal_models, check_params, run_on_all_or_none
+from fsdp_strategy.engine.hooks import Hooks
+from fsdp_strategy.engine.mesh import ShardMesh
+from fsdp_strategy.engine.order import CollectiveOrder
+from fsdp_strategy.engine.recorder import Ledger, Recorder
+from fsdp_strategy.engine.reduction import Reducer
+from fsdp_strategy.engine.unit import Unit, UnitParam, UnitState, shard_unit
+from fsdp_strategy.engine.units import UnitPlan, UnitPolicy, find_units
+
+LAYOUTS = ("per_parameter",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How a module is sharded.
+
+    Attributes:
+        units: see `find_units`.
+        layout: "per_parameter": every parameter is cut along dim 0 as `torch.chunk` does.
+        prefetch_limit: units gathered ahead of the one that computes, in forward and in backward.
+        reduce_dtype: in which gradients are summed; None for float32, or the parameter's own dtype where wider.
+        param_dtypes: by fqn, the dtype to gather and compute in, where it is not the parameter's own.
+    """
+
+    units: UnitPolicy = "auto"
+    layout: str = "per_parameter"
+    prefetch_limit: int = 1
+    reduce_dtype: torch.dtype | None = None
+    param_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"Expected layout to be one of {', '.join(map(repr, LAYOUTS))}, got {self.layout!r}.")
+        if not isinstance(self.prefetch_limit, int) or self.prefetch_limit < 0:
+            raise ValueError(f"Expected prefetch_limit to be an integer >= 0, got {self.prefetch_limit!r}.")
+
+
+class FullyShardedEngine:
+    """Shards a module in place and keeps it that way between steps.
+
+    Attributes:
+        units: in the order of the module tree, the root unit included.
+        root_unit: the parameters in no other unit, or None if there are none.
+    """
+
+    def __init__(self, module: nn.Module, mesh: ShardMesh, config: EngineConfig | None = None) -> None:
+        """Shard `module`. Collective: every rank must call it with the same model; rank 0's values win.
+
+        Raises:
+            ValueError: on every rank, before anything is changed, if the module cannot be sharded as asked or the
+                ranks built different models.
+        """
+        self.config = config or EngineConfig()
+        self.module, self.mesh = module, mesh
+        collectives = mesh.collectives
+        plans = run_on_all_or_none(collectives, self._plan, f"cannot shard {type(module).__name__}")
+        check_equal_models(collectives, plans)
+        self._ledger = Ledger()
+        self._replaced_params = {id(site.param): (site.fqn, site.param) for plan in plans for site in plan.params}
+        self.units: list[Unit] = [
+            shard_unit(plan, index, mesh, self._ledger, self.config.param_dtypes) for index, plan in enumerate(plans)
+        ]
+        self._share_buffers()
+        self.root_unit: Unit | None = next((unit for unit in self.units if unit.is_root), None)
+        self._reducer = Reducer(mesh, self._ledger, reduce_dtype=self.config.reduce_dtype)
+        self._order = CollectiveOrder(
+            self.units, self._reducer, collectives, self._ledger, prefetch_limit=self.config.prefetch_limit
+        )
+        self._iteration: str | None = None
+        self._is_implicit = False
+        self._hooks = Hooks(
+            module, self.units, self._order, self._ledger,
+            begin=self._begin_if_none, forward_done=self._forward_done, end_backward=self._end_backward,
+        )  # fmt: skip
+
+    def _plan(self) -> list[UnitPlan]:
+        plans = find_units(self.module, self.config.units)
+        check_params(plans)
+        if not plans:
+            raise ValueError(f"Expected a module with parameters, got {type(self.module).__name__} without any.")
+        return plans
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Move buffers to the device and give every rank rank 0's, as DDP does at construction."""
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    moved = buffer.to(self.mesh.device).contiguous()
+                    self.mesh.collectives.broadcast(moved)
+                    module._buffers[name] = moved
+
+    @property
+    def shard_world_size(self) -> int:
+        """Ranks that share every parameter."""
+        return self.mesh.shard_world_size
+
+    @property
+    def params(self) -> Iterator[UnitParam]:
+        """Every parameter, once."""
+        return (param for unit in self.units for param in unit.params)
+
+    def find_replaced(self, param: Tensor) -> str | None:
+        """The fqn of a full parameter that a shard has replaced, if `param` is one."""
+        fqn, replaced = self._replaced_params.get(id(param), (None, None))
+        return fqn if replaced is param else None
+
+    def record(self) -> AbstractContextManager[Recorder]:
+        """Record events and peak bytes until the block ends."""
+        return self._ledger.record()
+
+    @property
+    def live_nbytes(self) -> dict[str, int]:
+        """Bytes that the engine holds now, by category."""
+        return dict(self._ledger.live_nbytes)
+
+    # -- iterations ---------------------------------------------------------------------------------------------------
+
+    def begin(self, kind: str) -> None:
+        """Start an iteration of a kind ("training", "validation", ...): its units are expected in one order.
+
+        The root unit is unsharded until the backward, or the iteration, has ended. Meets all ranks.
+        """
+        if self._iteration is not None:
+            self.end()
+        self._iteration, self._is_implicit = kind, False
+        self._order.begin(kind)
+        if self.root_unit is not None:
+            self._order.unshard(self.root_unit)
+
+    def end(self) -> None:
+        """End the iteration; everything is sharded afterwards. Meets all ranks if anything was left open."""
+        if self._iteration is None:
+            return
+        self._reshard_all()
+        self._order.end()
+        self._iteration = None
+
+    @contextmanager
+    def iteration(self, kind: str) -> Iterator[None]:
+        """`begin` and `end` around a block; after an exception, `abandon`."""
+        self.begin(kind)
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        self.end()
+
+    def join_while_others_run(self, kind: str) -> None:
+        """This rank has no more iterations of the kind: take part in the others' until none has any."""
+        self.end()
+        self._order.join_while_others_run(kind)
+
+    def watch_loss(self, loss: Tensor) -> None:
+        """Call before `loss.backward()` where recomputation may nest graphs: its end is the end of this graph."""
+        self._hooks.watch_loss(loss)
+
+    def abandon(self) -> None:
+        """After an exception in forward or backward: sharded again, without meeting anybody.
+
+        Training goes on only if every rank abandons the same iteration.
+        """
+        self._hooks.reset()
+        self._order.abandon()
+        self._iteration = None
+
+    def _begin_if_none(self) -> None:
+        if self._iteration is None:
+            self.begin("forward" if torch.is_grad_enabled() else "forward without gradients")
+            self._is_implicit = True
+
+    def _forward_done(self) -> None:
+        if self._is_implicit:
+            self.end()
+
+    def _end_backward(self) -> None:
+        """The outermost backward has ended: gradients are final when this returns."""
+        self._reshard_all(keep_root=True)
+        self._order.close_round()
+        self._reshard_all()
+        if self._is_implicit:
+            self.end()
+
+    def _reshard_all(self, *, keep_root: bool = False) -> None:
+        for flow in self._hooks.flows:
+            unit = flow.unit
+            if unit.state is UnitState.UNSHARDED and not (keep_root and unit.is_root):
+                unit.reshard()
+            flow.forget_calls()

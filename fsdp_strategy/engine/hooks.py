@@ -1,0 +1,317 @@
+"""The four hooks of a unit: pre_forward, post_forward, pre_backward, post_backward. Bound once, when the engine is built.
+
+[Note: when backward hooks fire] pre_backward is a prehook on the autograd node of every output: unlike a tensor hook it
+survives in-place operations on the output. post_backward (the reduction) runs when the last gradient of the unit has
+been accumulated, or when the backward of every call has passed. A call has passed when autograd reaches a node that
+produced one of its inputs: autograd runs the ready node that was created last, so everything created inside the unit has
+run by then, and the unsharded parameters may be freed. What neither event reaches is settled at the end of backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_strategy.engine.order import CollectiveOrder
+from fsdp_strategy.engine.recorder import Ledger
+from fsdp_strategy.engine.unit import Unit, UnitState
+
+log = logging.getLogger(__name__)
+
+_NODE_KEY = "fsdp_strategy"
+
+
+def in_backward() -> bool:
+    """Whether autograd is running on this thread; a forward then is a recomputation of activation checkpointing."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, f.name, None))
+
+
+class UnitFlow:
+    """Where the compute of one unit stands: its calls in forward, what has passed in backward."""
+
+    __slots__ = ("depth", "in_backward", "keep", "num_arrived", "num_calls", "num_passed", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.depth = 0  # nested calls of the module
+        self.keep = unit.is_root  # stays unsharded until the round ends
+        self.num_calls = 0  # forward calls that a backward will pass
+        self.reset()
+
+    def reset(self) -> None:
+        """Ready for the next backward."""
+        self.in_backward = False
+        self.num_arrived = 0  # gradients accumulated since the last reduction
+        self.num_passed = 0
+
+    def forget_calls(self) -> None:
+        """The graph is gone: ready for the next forward."""
+        self.depth = self.num_calls = 0
+        self.keep = self.unit.is_root
+        self.reset()
+
+
+class _NodeHook:
+    """What happens when autograd reaches a node: calls that took its result have passed, units it ends are needed."""
+
+    __slots__ = ("calls", "hooks", "outputs_of")
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+        self.calls: list[UnitFlow] = []
+        self.outputs_of: list[UnitFlow] = []
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> None:
+        # First free, then gather: at most one block more than the prefetch limit is unsharded.
+        for flow in self.calls:
+            self.hooks.call_passed(flow)
+        for flow in self.outputs_of:
+            self.hooks.pre_backward(flow)
+
+
+class Hooks:
+    """Binds the four hooks to the modules of every unit and carries them out."""
+
+    def __init__(
+        self, root: nn.Module, units: Sequence[Unit], order: CollectiveOrder, ledger: Ledger, *,
+        begin: Callable[[], None], forward_done: Callable[[], None], end_backward: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Callbacks of the engine:
+
+        Args:
+            root: the whole model.
+            units: all units, the root unit included.
+            order: starts the collectives.
+            ledger: told of the hooks.
+            begin: a forward starts while no iteration is open.
+            forward_done: the outermost hooked module has returned and autograd has not recorded it.
+            end_backward: the outermost backward has ended.
+        """
+        self.order, self._ledger = order, ledger
+        self._begin, self._forward_done, self._end_backward = begin, forward_done, end_backward
+        self.flows = [UnitFlow(unit) for unit in units]
+        self.root_flow = next((flow for flow in self.flows if flow.unit.is_root), None)
+        self.depth = 0  # nested hooked modules
+        self._is_end_queued = False
+        self._warned: set[str] = set()
+        bound: set[nn.Module] = set()
+        for flow in self.flows:
+            bound |= self._bind(flow)
+        for module in root.modules():
+            if module not in bound and (module is root or any(child in bound for child in module.modules())):
+                module.register_forward_pre_hook(_Enter(self), prepend=True)
+                module.register_forward_hook(_Leave(self))
+
+    def _bind(self, flow: UnitFlow) -> set[nn.Module]:
+        readers = {flow.unit.module}
+        if flow.unit.is_root:  # its parameters are read by modules all over the tree, which may be called directly
+            readers |= {module for param in flow.unit.params for module, _ in param.sites}
+        for module in readers:
+            module.register_forward_pre_hook(_PreForward(self, flow), prepend=True, with_kwargs=True)
+            module.register_forward_hook(_PostForward(self, flow))
+        for param in flow.unit.params:
+            param.unsharded.register_post_accumulate_grad_hook(_Accumulated(self, flow))
+        return readers
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """A module that holds units is called."""
+        self._begin()
+        self.depth += 1
+
+    def leave(self, needs_backward: bool) -> None:
+        """A module that holds units has returned."""
+        self.depth -= 1
+        if not self.depth and not needs_backward:
+            self._forward_done()
+
+    def pre_forward(self, flow: UnitFlow, args: Any, kwargs: Any) -> None:
+        """Gather the unit if it is not there, and watch its inputs for the end of its backward."""
+        is_recompute = in_backward()
+        if not is_recompute:
+            self.enter()
+            flow.depth += 1
+            self._ledger.event("pre_forward", flow.unit.fqn)
+        if flow.unit.state is not UnitState.UNSHARDED:
+            self.order.unshard(flow.unit)
+        if flow.unit.is_root or is_recompute or not torch.is_grad_enabled():
+            return
+        nodes = {t.grad_fn for t in (*tensors_in(args), *tensors_in(kwargs)) if t.grad_fn is not None}
+        flow.num_calls += 1
+        for node in nodes:
+            self._node_hook(node).calls.append(flow)
+
+    def post_forward(self, flow: UnitFlow, output: Any) -> None:
+        """Watch the outputs for the start of the unit's backward, and free the unit."""
+        if in_backward():  # a recomputation: the backward that asked for it needs the unit at once
+            return
+        flow.depth -= 1
+        self._ledger.event("post_forward", flow.unit.fqn)
+        needs_backward = self._watch_outputs(flow, output)
+        if not flow.depth and not flow.keep:
+            flow.unit.reshard()
+            self.order.prefetch()
+        self.leave(needs_backward)
+
+    def _watch_outputs(self, flow: UnitFlow, output: Any) -> bool:
+        found = needs_backward = False
+        for tensor in tensors_in(output):
+            found = True
+            if not flow.keep and flow.unit.owns_storage_of(tensor):
+                flow.keep = True
+                self._warn_kept(flow, "returns a view of its parameters")
+            if tensor.grad_fn is None:
+                continue
+            needs_backward = True
+            self._watch_output_node(flow, tensor.grad_fn)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                self._watch_output_node(flow, base.grad_fn)
+        if not found and torch.is_grad_enabled() and not flow.keep:
+            flow.keep = needs_backward = True
+            self._warn_kept(flow, "returns no tensor that could tell when its backward starts")
+        return needs_backward
+
+    def _watch_output_node(self, flow: UnitFlow, node: Any) -> None:
+        outputs_of = self._node_hook(node).outputs_of
+        if flow not in outputs_of:
+            outputs_of.append(flow)
+
+    def watch_loss(self, loss: Tensor) -> None:
+        """Tie the end of backward to the graph of `loss`, the outermost one."""
+        if loss.grad_fn is not None and self.root_flow is not None:
+            self._watch_output_node(self.root_flow, loss.grad_fn)
+
+    def _node_hook(self, node: Any) -> _NodeHook:
+        hook = node.metadata.get(_NODE_KEY)
+        if hook is None or hook.hooks is not self:
+            hook = node.metadata[_NODE_KEY] = _NodeHook(self)
+            node.register_prehook(hook)
+        return hook
+
+    def _warn_kept(self, flow: UnitFlow, reason: str) -> None:
+        if flow.unit.fqn not in self._warned:
+            self._warned.add(flow.unit.fqn)
+            log.warning("%s %s; it stays unsharded until the end of backward.", flow.unit.name, reason)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, flow: UnitFlow) -> None:
+        """Gather the unit for its backward."""
+        if not self._is_end_queued:
+            self._is_end_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        if not flow.in_backward:
+            flow.in_backward = True
+            self._ledger.event("pre_backward", flow.unit.fqn)
+        if flow.unit.state is not UnitState.UNSHARDED:
+            self.order.unshard(flow.unit)
+
+    def grad_accumulated(self, flow: UnitFlow, param: Tensor) -> None:
+        """One gradient has arrived; with the last one the unit is reduced."""
+        grad = param.grad
+        assert grad is not None
+        self._ledger.allocate("unsharded_grad", grad.nbytes)
+        flow.num_arrived += 1
+        if flow.num_arrived >= flow.unit.num_trainable:
+            self.post_backward(flow)
+
+    def call_passed(self, flow: UnitFlow) -> None:
+        """The backward of one call is through: free the unit, and reduce it if this was the last call."""
+        if not flow.in_backward:
+            return
+        flow.num_passed += 1
+        if flow.num_arrived and flow.num_passed >= flow.num_calls:
+            self.post_backward(flow)
+        if flow.unit.state is UnitState.UNSHARDED and not flow.keep:
+            flow.unit.reshard()
+
+    def post_backward(self, flow: UnitFlow) -> None:
+        """Reduce the unit's gradients."""
+        flow.num_arrived = 0
+        self._ledger.event("post_backward", flow.unit.fqn)
+        self.order.reduce(flow.unit)
+
+    def _backward_ended(self) -> None:
+        self._is_end_queued = False
+        self._end_backward()
+
+    def reset(self) -> None:
+        """After an exception: as if nothing had been called."""
+        self.depth = 0
+        self._is_end_queued = False
+        for flow in self.flows:
+            flow.forget_calls()
+
+
+class _Enter:
+    __slots__ = ("hooks",)
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not in_backward():
+            self.hooks.enter()
+
+
+class _Leave:
+    __slots__ = ("hooks",)
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward():
+            self.hooks.leave(any(tensor.grad_fn is not None for tensor in tensors_in(output)))
+
+
+class _PreForward:
+    __slots__ = ("flow", "hooks")
+
+    def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
+        self.hooks, self.flow = hooks, flow
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.hooks.pre_forward(self.flow, args, kwargs)
+
+
+class _PostForward:
+    __slots__ = ("flow", "hooks")
+
+    def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
+        self.hooks, self.flow = hooks, flow
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.hooks.post_forward(self.flow, output)
+
+
+class _Accumulated:
+    __slots__ = ("flow", "hooks")
+
+    def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
+        self.hooks, self.flow = hooks, flow
+
+    def __call__(self, param: Tensor) -> None:
+        self.hooks.grad_accumulated(self.flow, param)

@@ -1,0 +1,62 @@
+"""The process groups of the engine: the only place that makes any.
+
+The device mesh has two axes, `(replicate, shard)`; replicate is 1. Gathers and reductions use groups of their own:
+gloo has two worker threads per group, and NCCL serialises what shares a communicator. The control group carries the
+few bytes on which ranks agree, always between CPUs, so that agreeing never waits for a device.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_strategy.engine.collectives import Collectives, GlooCollectives, NativeCollectives
+
+REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
+
+
+class ShardMesh:
+    """The `(replicate, shard)` device mesh over all ranks, with the collectives of the shard axis."""
+
+    def __init__(self, device: torch.device, *, native: bool | None = None, timeout: timedelta | None = None) -> None:
+        """Make the mesh and its groups. Collective: every rank of the default group must call it.
+
+        Args:
+            device: where parameters live; the mesh has its device type.
+            native: use the backend's own collectives. Default: for every backend but gloo.
+            timeout: of the groups made here; the default group's where None.
+
+        Raises:
+            RuntimeError: if `torch.distributed` is not initialised.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "Expected an initialised process group, got none. Call torch.distributed.init_process_group first."
+            )
+        self.device = device
+        self.mesh: DeviceMesh = init_device_mesh(
+            device.type, (1, dist.get_world_size()), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS)
+        )
+        self.shard_axis: DeviceMesh = self.mesh[SHARD_AXIS]
+        backend = dist.get_backend(self.shard_axis.get_group())
+        control_backend = "fake" if backend == "fake" else "gloo"
+        groups = {
+            "gather_group": self.shard_axis.get_group(),
+            "reduce_group": dist.new_group(timeout=timeout),
+            "control_group": dist.new_group(timeout=timeout, backend=control_backend),
+        }
+        native = backend != "gloo" if native is None else native
+        self.collectives: Collectives = (NativeCollectives if native else GlooCollectives)(**groups)
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank on the shard axis."""
+        return self.collectives.shard_rank
+
+    @property
+    def shard_world_size(self) -> int:
+        """Ranks on the shard axis."""
+        return self.collectives.shard_world_size

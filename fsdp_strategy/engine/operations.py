@@ -1,0 +1,156 @@
+"""What every way of gathering and reducing a span shares: copy-in, copy-out, and the single-rank case.
+
+No communication happens here; `collectives` derives the operations that communicate.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_strategy.engine.layout import SpanLayout, copy_in_index, copy_out_index
+
+
+@dataclass(slots=True)
+class Pending:
+    """A started collective.
+
+    Attributes:
+        works: must be waited for before the result is read.
+        sends: must be waited for before what was sent is overwritten or freed.
+        finish: runs once after `works`; returns the result, if the collective has one.
+        keep_alive: memory that the collective still reads or writes.
+    """
+
+    works: list[Any]
+    sends: list[Any] = field(default_factory=list)
+    finish: Callable[[], Tensor | None] = lambda: None
+    keep_alive: list[Tensor] = field(default_factory=list)
+
+    def wait(self) -> Tensor | None:
+        """Block until the result may be read on the current stream, and return it."""
+        for work in self.works:
+            work.wait()
+        return self.finish()
+
+    def wait_sent(self) -> None:
+        """Block until the peers have what was sent."""
+        for work in self.sends:
+            work.wait()
+        self.sends.clear()
+        self.keep_alive.clear()
+
+
+class GatherOp(ABC):
+    """The gather of one span: every rank's shard into the unsharded storage of all ranks."""
+
+    def __init__(self, layout: SpanLayout, unsharded: Tensor) -> None:
+        """Bind to `unsharded`, a (unsharded_numel,) alias of the unsharded storage with a version counter of its own."""
+        self.layout = layout
+        self.sent_numel = layout.sent_numel()
+        self.num_messages = 0
+        rank = layout.shard_rank
+        self._own = [unsharded.narrow(0, m.starts[rank], m.numels[rank]) for m in layout.direct]
+        self._index: Tensor | None = None
+        if layout.packed is not None:
+            self._index = copy_out_index(layout).to(unsharded.device)
+            self._region = unsharded.narrow(0, layout.packed.start, layout.packed.region_numel)
+
+    @abstractmethod
+    def start(self, shard: Tensor) -> Pending:
+        """Enqueue the gather of `shard`, (shard_numel,) in the unsharded dtype."""
+
+    def _own_pieces(self, shard: Tensor) -> list[Tensor]:
+        rank = self.layout.shard_rank
+        return [shard.narrow(0, m.shard_start, m.numels[rank]) for m in self.layout.direct]
+
+    def _packed_piece(self, shard: Tensor) -> Tensor:
+        packed = self.layout.packed
+        assert packed is not None
+        return shard.narrow(0, packed.shard_start, packed.piece_numels[self.layout.shard_rank])
+
+    def _copy_out(self, pieces: Tensor) -> None:
+        assert self._index is not None
+        torch.index_select(pieces, 0, self._index, out=self._region)
+
+
+class ReduceOp(ABC):
+    """The reduction of one span: the sum over ranks of every rank's gradients, each rank receiving its shard of it."""
+
+    def __init__(self, layout: SpanLayout, *, reduce_dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self.reduce_dtype = reduce_dtype
+        self.sent_numel = 0
+        self.num_messages = 0
+        self.buffer_numel = layout.shard_numel  # of `reduce_dtype`, held while the reduction is in flight
+        self._index = copy_in_index(layout).to(device) if layout.packed is not None else None
+        self._device = device
+        self._gaps = _shard_gaps(layout)
+
+    @abstractmethod
+    def start(self, grads: Sequence[Tensor | None]) -> Pending:
+        """Enqueue the reduction of the unsharded gradients, in the layout's order; None counts as zero.
+
+        The pending result is the sum, (shard_numel,) `reduce_dtype`, with zeros where no parameter lies.
+        """
+
+    def _flat(self, grad: Tensor | None, param: int) -> Tensor:
+        """The gradient's elements in memory order, (numel,) `reduce_dtype`, without a copy where it has that dtype."""
+        spec = self.layout.params[param]
+        if grad is None:
+            return torch.zeros(spec.numel, dtype=self.reduce_dtype, device=self._device)
+        if grad.stride() != spec.stride:
+            grad = torch.empty_strided(spec.shape, spec.stride, dtype=grad.dtype, device=self._device).copy_(grad)
+        return grad.as_strided((spec.numel,), (1,)).to(self.reduce_dtype)
+
+    def _copy_in(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The packed gradients as pieces laid rank after rank, (sum(piece_numels),) `reduce_dtype`."""
+        packed, index = self.layout.packed, self._index
+        assert packed is not None and index is not None
+        flat = torch.cat([self._flat(grads[param], param) for param in packed.params])
+        return flat.index_select(0, index)
+
+    def _zero_gaps(self, shard: Tensor) -> None:
+        for start, numel in self._gaps:
+            shard.narrow(0, start, numel).zero_()
+
+
+def _shard_gaps(layout: SpanLayout) -> list[tuple[int, int]]:
+    """(start, numel) of the stretches of this rank's shard buffer in which no parameter lies."""
+    used = sorted((start, layout.shard_param_numel(i)) for i, start in enumerate(layout.shard_starts))
+    gaps, end = [], 0
+    for start, numel in [*used, (layout.shard_numel, 0)]:
+        if start > end:
+            gaps.append((end, start - end))
+        end = max(end, start + numel)
+    return gaps
+
+
+class LocalGather(GatherOp):
+    """World size 1: the unsharded storage is the shard, or a cast of it."""
+
+    def start(self, shard: Tensor) -> Pending:
+        """Copy the shard over only if it is not the unsharded storage itself."""
+        pairs = [(own, piece) for own, piece in zip(self._own, self._own_pieces(shard), strict=True)]
+        for own, piece in pairs:
+            if own.data_ptr() != piece.data_ptr():
+                own.copy_(piece)
+        return Pending([])
+
+
+class LocalReduce(ReduceOp):
+    """World size 1: the sum is the gradient."""
+
+    def start(self, grads: Sequence[Tensor | None]) -> Pending:
+        """Copy the gradients into the order of the shard buffer."""
+        total = torch.empty(self.layout.shard_numel, dtype=self.reduce_dtype, device=self._device)
+        self._zero_gaps(total)
+        for message in self.layout.direct:
+            piece = total.narrow(0, message.shard_start, message.numels[0])
+            piece.copy_(self._flat(grads[message.param], message.param))
+        return Pending([], finish=lambda: total)

@@ -1,0 +1,171 @@
+"""From unsharded gradients to sharded ones: sum over ranks in `reduce_dtype`, divide by N, add to what is there.
+
+One reduction is in flight at a time: while it is, the gradients of the next unit grow, and no more memory is held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_strategy.engine.layout import plan_span
+from fsdp_strategy.engine.mesh import ShardMesh
+from fsdp_strategy.engine.operations import Pending, ReduceOp
+from fsdp_strategy.engine.recorder import Ledger
+from fsdp_strategy.engine.unit import Span, Unit, UnitParam
+
+
+@dataclass(slots=True)
+class _SpanGrads:
+    """The sharded gradients of a span's trainable parameters."""
+
+    trainable: tuple[bool, ...]  # of the span's parameters, when this was built
+    params: list[UnitParam]
+    op: ReduceOp
+    buffer: Tensor  # (shard_numel,) the parameters' own dtype
+    views: list[DTensor]  # per trainable parameter, over `buffer`
+    locals: list[tuple[tuple[int, ...], tuple[int, ...], int]]  # size, stride and start of each in the shard
+
+
+@dataclass(slots=True)
+class _InFlight:
+    unit: Unit
+    parts: list[tuple[_SpanGrads, Pending]]
+    grad_nbytes: int
+    buffer_nbytes: int
+
+
+class Reducer:
+    """Starts and finishes the reductions of units, and owns the buffers of sharded gradients."""
+
+    def __init__(self, mesh: ShardMesh, ledger: Ledger, *, reduce_dtype: torch.dtype | None = None) -> None:
+        """`reduce_dtype`: of the accumulation; None for float32, or the parameter's own dtype where that is wider."""
+        self._mesh, self._ledger, self._reduce_dtype = mesh, ledger, reduce_dtype
+        self._plans: dict[Span, _SpanGrads] = {}
+        self._in_flight: _InFlight | None = None
+        self.has_grad: set[UnitParam] = set()  # got a gradient on this rank in this backward
+        self._was_none: set[UnitParam] = set()  # had no sharded gradient before this backward
+
+    def reduce_dtype(self, span: Span) -> torch.dtype:
+        """The dtype in which the gradients of the span are summed."""
+        return self._reduce_dtype or torch.promote_types(span.shard.dtype, torch.float32)
+
+    def _plan(self, span: Span) -> _SpanGrads | None:
+        trainable = tuple(param.sharded.requires_grad for param in span.params)
+        plan = self._plans.get(span)
+        if plan is not None and plan.trainable == trainable:
+            return plan
+        params = [param for param, yes in zip(span.params, trainable, strict=True) if yes]
+        if not params:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            self._plans[span] = self._build(span, trainable, params)
+        return self._plans[span]
+
+    def _build(self, span: Span, trainable: tuple[bool, ...], params: list[UnitParam]) -> _SpanGrads:
+        mesh, reduce_dtype = self._mesh, self.reduce_dtype(span)
+        layout = plan_span(
+            tuple(param.spec for param in params), span.param_dtype.itemsize, shard_world_size=mesh.shard_world_size,
+            shard_rank=mesh.shard_rank, policy=mesh.collectives.policy,
+        )  # fmt: skip
+        old = self._plans.get(span)
+        if old is not None:
+            self._ledger.free("sharded_grad", old.buffer.nbytes)
+        buffer = torch.zeros(layout.shard_numel, dtype=span.shard.dtype, device=mesh.device)
+        self._ledger.allocate("sharded_grad", buffer.nbytes)
+        places = [
+            (tuple(param.local.shape), tuple(param.local.stride()), start)
+            for param, start in zip(params, layout.shard_starts, strict=True)
+        ]
+        views = [
+            DTensor.from_local(
+                buffer.as_strided(*place), mesh.shard_axis, [Shard(0)], run_check=False,
+                shape=torch.Size(param.spec.shape), stride=param.spec.stride,
+            )
+            for param, place in zip(params, places, strict=True)
+        ]  # fmt: skip
+        op = mesh.collectives.bind_reduce(layout, reduce_dtype=reduce_dtype, device=mesh.device)
+        return _SpanGrads(trainable, params, op, buffer, views, places)
+
+    def start(self, unit: Unit) -> None:
+        """Enqueue the reduction of the gradients that `unit` has on this rank; missing ones count as zero.
+
+        Finishes the reduction before it. The gradients' memory is held until this one is finished.
+        """
+        self.finish()
+        flight = _InFlight(unit, [], 0, 0)
+        sent_numel = sent_nbytes = num_messages = 0
+        with torch.no_grad():
+            for span in unit.spans:
+                plan = self._plan(span)
+                if plan is None:
+                    continue
+                grads = [param.unsharded.grad for param in plan.params]
+                for param, grad in zip(plan.params, grads, strict=True):
+                    if grad is not None:
+                        self.has_grad.add(param)
+                        flight.grad_nbytes += grad.nbytes
+                        param.unsharded.grad = None
+                op = plan.op
+                flight.parts.append((plan, op.start(grads)))
+                flight.buffer_nbytes += op.buffer_numel * op.reduce_dtype.itemsize
+                sent_numel += op.sent_numel
+                sent_nbytes += op.sent_numel * op.reduce_dtype.itemsize
+                num_messages += op.num_messages
+        self._ledger.allocate("reduce_buffer", flight.buffer_nbytes)
+        self._in_flight = flight
+        self._ledger.event(
+            "reduce_scatter", unit.fqn, sent_numel=sent_numel, sent_nbytes=sent_nbytes, num_messages=num_messages
+        )
+
+    def finish(self) -> None:
+        """Wait for the reduction in flight, if any, and add its result to the sharded gradients."""
+        flight, self._in_flight = self._in_flight, None
+        if flight is None:
+            return
+        with torch.no_grad():
+            for plan, pending in flight.parts:
+                total = pending.wait()
+                assert total is not None
+                self._accumulate(plan, total)
+                pending.wait_sent()
+        self._ledger.free("reduce_buffer", flight.buffer_nbytes)
+        self._ledger.free("unsharded_grad", flight.grad_nbytes)
+        self._ledger.event("wait_reduce_scatter", flight.unit.fqn)
+
+    def _accumulate(self, plan: _SpanGrads, total: Tensor) -> None:
+        present = [param.sharded.grad for param in plan.params]
+        num_ranks = self._mesh.shard_world_size
+        if all(grad is None for grad in present):
+            torch.div(total, num_ranks, out=plan.buffer)
+        elif all(grad is view for grad, view in zip(present, plan.views, strict=True)):
+            plan.buffer.add_(total.div_(num_ranks))
+            return
+        else:
+            total.div_(num_ranks)
+        for param, grad, view, place in zip(plan.params, present, plan.views, plan.locals, strict=True):
+            if grad is None:
+                self._was_none.add(param)
+                if any(other is not None for other in present):
+                    view._local_tensor.copy_(total.as_strided(*place))
+                param.sharded.grad = view
+            else:  # a gradient that the user put there, or kept from an earlier backward
+                local = grad._local_tensor if isinstance(grad, DTensor) else grad
+                local.add_(total.as_strided(*place))
+
+    def drop_missing(self, has_grad_anywhere: set[UnitParam]) -> None:
+        """End of a backward: a parameter that got no gradient on any rank has None again."""
+        for param in self._was_none:
+            if param not in has_grad_anywhere:
+                param.sharded.grad = None
+        self._was_none.clear()
+        self.has_grad.clear()
+
+    def abandon(self) -> None:
+        """After an exception: forget what is in flight."""
+        self._in_flight = None
+        self._was_none.clear()
+        self.has_grad.clear()
