@@ -1,0 +1,393 @@
+"""The Lightning Strategy: sets the engine up, opens and ends its iterations, saves and loads. All methods are short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from fsdp_strategy import _compat
+from fsdp_strategy.callbacks import JoinPrediction
+from fsdp_strategy.checkpoint import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
+from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, ShardMesh
+from fsdp_strategy.launcher import ShardedMultiProcessingLauncher
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+ReduceDtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
+StartMethod = Literal["popen", "spawn", "fork"]
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ValueError(f"Expected {name} to be one of {', '.join(map(repr, choices))}, got {value!r}.")
+    return value
+
+
+class FullyShardedStrategy(ParallelStrategy):
+    """Trains a plain LightningModule with parameters, gradients and optimizer state sharded over all ranks.
+
+    Every unit (usually one block) is gathered just before it computes and freed after; the next one is gathered
+    meanwhile. Gradients are summed in fp32, averaged, and kept sharded. The module needs no changes.
+    """
+
+    def __init__(
+        self,
+        *,
+        units: Literal["auto"] | str | list[str] | Callable[[str, nn.Module], bool] = "auto",
+        layout: Literal["per_parameter"] = "per_parameter",
+        prefetch_limit: int = 1,
+        reduce_dtype: ReduceDtype = "auto",
+        start_method: StartMethod = "popen",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _compat.default_pg_timeout,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        """Nothing is allocated or launched before the Trainer runs.
+
+        Args:
+            units: which modules are gathered and freed as one. "auto" finds the repeated blocks; or class names, class
+                paths and FQN patterns such as "layers.*", one or several; or a predicate `(fqn, module) -> bool`.
+            layout: "per_parameter" cuts every parameter along dim 0 as `torch.chunk` does.
+            prefetch_limit: units gathered ahead of the one that computes. 0 saves memory and waits for every gather.
+            reduce_dtype: dtype in which gradients are summed over ranks. "auto" is float32, or the parameter's own
+                dtype where that is wider.
+            start_method: how ranks are started where no launcher has done so: "popen" runs the script again, "spawn"
+                and "fork" start processes.
+            process_group_backend: "nccl", "gloo", ...; the default of the device where None.
+            timeout: of collectives.
+            accelerator: passed on by the Trainer.
+            parallel_devices: passed on by the Trainer.
+            cluster_environment: passed on by the Trainer.
+            checkpoint_io: writes and reads full checkpoints.
+            precision_plugin: passed on by the Trainer.
+
+        Raises:
+            ValueError: for a choice that does not exist.
+        """
+        _choice("start_method", start_method, ("popen", "spawn", "fork"))
+        _choice("reduce_dtype", reduce_dtype, ("auto", "float32", "float64", "bfloat16", "float16"))
+        self._config = EngineConfig(
+            units=units,
+            layout=layout,
+            prefetch_limit=prefetch_limit,
+            reduce_dtype=None if reduce_dtype == "auto" else getattr(torch, reduce_dtype),
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._num_nodes = 1
+        self._start_method = start_method
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._mesh: ShardMesh | None = None
+        self._engine: FullyShardedEngine | None = None
+
+    # -- what the Trainer asks ----------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> FullyShardedEngine:
+        """The engine that shards the module.
+
+        Raises:
+            RuntimeError: before the Trainer has set the strategy up.
+        """
+        if self._engine is None:
+            raise RuntimeError(
+                "Expected a strategy that the Trainer has set up, got one that has no engine yet. "
+                "Use it in hooks that run after setup, such as on_fit_start."
+            )
+        return self._engine
+
+    @property
+    def is_distributed(self) -> bool:
+        """Asks the Trainer for distributed samplers and synchronised metrics."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines, set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """As given, or as chosen for the device once the process group is there."""
+        return self._process_group_backend
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # weights are loaded into the shards
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None and precision_plugin.precision != "32-true":
+            raise ValueError(
+                f"Expected precision '32-true', got {precision_plugin.precision!r}. {type(self).__name__} does not "
+                "support it yet; use Trainer(precision='32-true')."
+            )
+        self._precision_plugin = precision_plugin
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            # Also where another launcher has started the ranks: it validates their number then.
+            self._launcher = _compat._SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+        else:
+            self._launcher = ShardedMultiProcessingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero utilities which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        _compat.set_rank_zero(self.global_rank)
+
+    def _check_num_ranks(self) -> None:
+        expected, got = self.num_nodes * self.num_processes, self.world_size
+        if expected != got:
+            raise ValueError(
+                f"[rank {self.global_rank}] Expected {expected} ranks from Trainer(num_nodes={self.num_nodes}, "
+                f"devices={self.num_processes}), got {got} launched ones. Set devices and num_nodes to what was launched."
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        _compat.reset_seed()
+        self.set_world_ranks()
+        self._check_num_ranks()
+        if self._process_group_backend is None:
+            self._process_group_backend = _compat._get_default_process_group_backend_for_device(self.root_device)
+        assert self.cluster_environment is not None
+        device_id = None if self.root_device.type == "cpu" else self.root_device
+        _compat._init_dist_connection(
+            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
+        )
+        if self._mesh is None:
+            self._mesh = ShardMesh(self.root_device, timeout=self._timeout)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not _compat._distributed_is_initialized():
+            return
+        is_nccl = dist.get_backend() == "nccl"
+        dist.barrier(device_ids=[self.root_device.index] if is_nccl else None)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if not _compat._distributed_is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        if isinstance(tensor, Tensor):
+            return _compat._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    # -- setting up and tearing down ----------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None and self._mesh is not None
+        self.accelerator.setup(trainer)
+        is_fit = trainer.state.fn == _compat.TrainerFn.FITTING
+        if self._engine is None or self._engine.module is not self.lightning_module:
+            if self._layer_sync is not None:
+                self._layer_sync.apply(self.lightning_module)
+            self.precision_plugin.convert_module(self.lightning_module)
+            self._engine = FullyShardedEngine(self.lightning_module, self._mesh, self._config)
+        self.model = self.lightning_module
+        self.model_to_device()
+        if is_fit:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if is_fit:
+            _compat._optimizers_to_device(self.optimizers, self.root_device)
+        if trainer.state.fn == _compat.TrainerFn.PREDICTING:
+            JoinPrediction.put_first(trainer)
+
+    @override
+    def model_to_device(self) -> None:
+        """Parameters and buffers are there already; metrics keep state that is neither."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if hasattr(module, "_defaults") and hasattr(module, "_device"):  # a torchmetrics Metric
+                module.to(self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self.optimizers, self.lr_scheduler_configs = [], []
+        super().setup_optimizers(trainer)
+        sharded = {id(param.sharded) for param in self.engine.params}
+        for number, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if id(param) not in sharded:
+                        raise ValueError(self._describe_stray(number, optimizer, param))
+
+    def _describe_stray(self, number: int, optimizer: Optimizer, param: Tensor) -> str:
+        fqn = self.engine.find_replaced(param)
+        what = f"the unsharded parameter `{fqn}`" if fqn else f"a tensor of shape {tuple(param.shape)}"
+        return (
+            f"[rank {self.global_rank}] Expected optimizer {number} ({type(optimizer).__name__}) to hold the sharded "
+            f"parameters of the module, got {what}, which would never be updated. Build the optimizer in "
+            "configure_optimizers from self.parameters() or self.named_parameters()."
+        )
+
+    @override
+    def teardown(self) -> None:
+        """Release plugins. The module stays sharded where it is: its memory is the engine's."""
+        assert self.accelerator is not None
+        if self._layer_sync is not None and self.lightning_module is not None and self._engine is None:
+            self._layer_sync.revert(self.lightning_module)
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._engine is not None:
+            self._engine.abandon()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        self.engine.begin("training")
+        output = super().training_step(*args, **kwargs)
+        if not self.lightning_module.automatic_optimization or output is None:
+            self.engine.end()
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.engine.iteration("validation"):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.engine.iteration("test"):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.engine.iteration("prediction"):
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.engine.watch_loss(closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self.engine.end()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole CPU tensors on rank 0, empty elsewhere. All ranks must call it."""
+        assert self.lightning_module is not None
+        return full_state_dict(self.engine, self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole CPU tensors on rank 0, empty elsewhere. All ranks must call it."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return full_optimizer_state_dict(self.engine, optimizer)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_full_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"Expected a checkpoint of {len(self.optimizers)} optimizers, got one of {len(states)}. Resume with the "
+                "optimizers it was saved with, or load only its weights."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            load_full_optimizer_state_dict(optimizer, state)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
