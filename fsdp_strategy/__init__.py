@@ -1,23 +1,30 @@
-"""Sharded training for Lightning: `Trainer(strategy="fully_sharded")`. Importing this package registers the names."""
+"""Sharded training for Lightning: `Trainer(strategy="fully_sharded")`.
 
-from lightning.pytorch.strategies import StrategyRegistry
+Importing this package registers the names `fully_sharded`, `fully_sharded_spawn` and `fully_sharded_fork`.
+"""
 
+from typing import TYPE_CHECKING, Any
+
+from fsdp_strategy._registration import register_strategies
 from fsdp_strategy._version import __version__
-from fsdp_strategy.strategy import FullyShardedStrategy
+
+if TYPE_CHECKING:
+    from fsdp_strategy.strategy import FullyShardedStrategy
 
 __all__ = ["FullyShardedStrategy", "__version__"]
 
 
-def _register_strategies() -> None:
-    for suffix, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork")):
-        name = f"fully_sharded{suffix}"
-        if name not in StrategyRegistry:
-            StrategyRegistry.register(
-                name,
-                FullyShardedStrategy,
-                description=f"Sharded training, ranks started by {start_method}",
-                start_method=start_method,
-            )
+def __getattr__(name: str) -> Any:
+    """Import what needs Lightning when it is first asked for."""
+    if name == "FullyShardedStrategy":
+        from fsdp_strategy.strategy import FullyShardedStrategy
+
+        return FullyShardedStrategy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_register_strategies()
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_strategies()

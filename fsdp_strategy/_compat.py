@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -14,8 +13,9 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from lightning.pytorch.utilities import rank_zero
+from lightning_utilities.core import rank_zero as utils_rank_zero
+from torch.distributed.constants import default_pg_timeout
 
 __all__ = [
     "TrainerFn",
@@ -36,4 +36,5 @@ __all__ = [
 
 def set_rank_zero(rank: int) -> None:
     """Tell both copies of `rank_zero_only` (Lightning's and that of its utilities package) this process's rank."""
-    rank_zero_only.rank = utils_rank_zero_only.rank = rank
+    for module in (rank_zero, utils_rank_zero):
+        vars(module)["rank_zero_only"].rank = rank

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -197,7 +197,7 @@ class FullyShardedStrategy(ParallelStrategy):
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
         else:
-            self._launcher = ShardedMultiProcessingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+            self._launcher = ShardedMultiProcessingLauncher(self, start_method=self._start_method)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero utilities which rank this is."""
@@ -211,7 +211,8 @@ class FullyShardedStrategy(ParallelStrategy):
         if expected != got:
             raise ValueError(
                 f"[rank {self.global_rank}] Expected {expected} ranks from Trainer(num_nodes={self.num_nodes}, "
-                f"devices={self.num_processes}), got {got} launched ones. Set devices and num_nodes to what was launched."
+                f"devices={self.num_processes}), got {got} launched ones. Set devices and num_nodes to what "
+                "was launched."
             )
 
     @override
@@ -247,7 +248,7 @@ class FullyShardedStrategy(ParallelStrategy):
 
     @override
     def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
         if isinstance(tensor, Tensor):
             return _compat._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
@@ -257,7 +258,9 @@ class FullyShardedStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None and self._mesh is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        assert self._mesh is not None
         self.accelerator.setup(trainer)
         is_fit = trainer.state.fn == _compat.TrainerFn.FITTING
         if self._engine is None or self._engine.module is not self.lightning_module:
@@ -326,7 +329,7 @@ class FullyShardedStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         self.engine.begin("training")
-        output = super().training_step(*args, **kwargs)
+        output: STEP_OUTPUT = super().training_step(*args, **kwargs)
         if not self.lightning_module.automatic_optimization or output is None:
             self.engine.end()
         return output
@@ -381,8 +384,8 @@ class FullyShardedStrategy(ParallelStrategy):
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise ValueError(
-                f"Expected a checkpoint of {len(self.optimizers)} optimizers, got one of {len(states)}. Resume with the "
-                "optimizers it was saved with, or load only its weights."
+                f"Expected a checkpoint of {len(self.optimizers)} optimizers, got one of {len(states)}. Resume with "
+                "the optimizers it was saved with, or load only its weights."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             load_full_optimizer_state_dict(optimizer, state)

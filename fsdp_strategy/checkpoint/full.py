@@ -105,8 +105,8 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str
         param = params.get(index)
         if param is None:
             raise ValueError(
-                f"Expected optimizer state for {len(params)} parameters, got some for parameter {index}. The checkpoint "
-                "is of another optimizer or model; load only its weights, or configure the optimizer as it was."
+                f"Expected optimizer state for {len(params)} parameters, got some for parameter {index}. The "
+                "checkpoint is of another optimizer or model; load only its weights, or configure the optimizer as it was."
             )
         sharded[index] = {
             name: shard_like(value, param)

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from fsdp_strategy.engine.collectives import Collectives
 from fsdp_strategy.engine.units import UnitPlan
@@ -34,7 +34,7 @@ def check_params(plans: Sequence[UnitPlan]) -> None:
         ValueError: for parameters on the meta device, uninitialised lazy ones, 0-d and integer ones.
     """
     sites = [site for plan in plans for site in plan.params]
-    lazy = [site.fqn for site in sites if nn.parameter.is_lazy(site.param)]
+    lazy = [site.fqn for site in sites if isinstance(site.param, UninitializedParameter)]
     if lazy:
         raise ValueError(
             f"Expected initialised parameters, got {len(lazy)} lazy ones, first `{lazy[0]}`. Run one forward on a "
@@ -93,11 +93,9 @@ def check_equal_models(collectives: Collectives, plans: Sequence[UnitPlan]) -> N
     other = models[differing[0]]
     nothing = "no further parameter"
     first, second = next(
-        (
-            (models[0][i] if i < len(models[0]) else nothing, other[i] if i < len(other) else nothing)
-            for i in range(max(len(models[0]), len(other)))
-            if models[0][i : i + 1] != other[i : i + 1]
-        )
+        (models[0][i] if i < len(models[0]) else nothing, other[i] if i < len(other) else nothing)
+        for i in range(max(len(models[0]), len(other)))
+        if models[0][i : i + 1] != other[i : i + 1]
     )
     raise ValueError(
         f"Expected the same model on every rank, got a different one on rank {', '.join(map(str, differing))}: rank 0 "

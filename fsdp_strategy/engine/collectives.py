@@ -53,9 +53,7 @@ class GlooGather(GatherOp):
         )
         for i, piece in enumerate(own):
             if piece.numel():
-                pending.sends += [
-                    dist.isend(piece, group=group, group_dst=peer, tag=tag + i) for peer in self._peers
-                ]
+                pending.sends += [dist.isend(piece, group=group, group_dst=peer, tag=tag + i) for peer in self._peers]
         if layout.packed is not None:
             self._start_packed(shard, pending, tag + len(own))
         if own:
@@ -67,7 +65,7 @@ class GlooGather(GatherOp):
         assert packed is not None
         pieces = shard.new_empty(sum(packed.piece_numels))
         own = self._packed_piece(shard)
-        for peer, into in enumerate(pieces.split(packed.piece_numels)):
+        for peer, into in enumerate(torch.split_with_sizes(pieces, packed.piece_numels)):
             if peer == self.layout.shard_rank:
                 into.copy_(own)
                 continue
@@ -112,7 +110,7 @@ class GlooReduce(ReduceOp):
             self._exchange(pieces, rows.narrow(1, m.shard_start, m.numels[rank]), pending, self._tag + i)
         if layout.packed is not None:
             packed = layout.packed
-            pieces = list(self._copy_in(grads).split(packed.piece_numels))
+            pieces = list(torch.split_with_sizes(self._copy_in(grads), packed.piece_numels))
             into = rows.narrow(1, packed.shard_start, packed.piece_numels[rank])
             self._exchange(pieces, into, pending, self._tag + len(layout.direct))
         return pending
@@ -230,8 +228,8 @@ class Collectives(ABC):
         distance = 1
         while distance < size:
             heard = values.clone()
-            send = dist.isend(values, group=self.control_group, group_dst=(rank + distance) % size)
-            receive = dist.irecv(heard, group=self.control_group, group_src=(rank - distance) % size)
+            send: Any = dist.isend(values, group=self.control_group, group_dst=(rank + distance) % size)
+            receive: Any = dist.irecv(heard, group=self.control_group, group_src=(rank - distance) % size)
             receive.wait()
             send.wait()
             values = torch.maximum(values, heard)

@@ -49,9 +49,10 @@ class EngineConfig:
     param_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Check the choices."""
         if self.layout not in LAYOUTS:
             raise ValueError(f"Expected layout to be one of {', '.join(map(repr, LAYOUTS))}, got {self.layout!r}.")
-        if not isinstance(self.prefetch_limit, int) or self.prefetch_limit < 0:
+        if type(self.prefetch_limit) is not int or self.prefetch_limit < 0:
             raise ValueError(f"Expected prefetch_limit to be an integer >= 0, got {self.prefetch_limit!r}.")
 
 

@@ -1,10 +1,10 @@
-"""The four hooks of a unit: pre_forward, post_forward, pre_backward, post_backward. Bound once, when the engine is built.
+"""The four hooks of a unit: pre_forward, post_forward, pre_backward, post_backward. Bound once.
 
 [Note: when backward hooks fire] pre_backward is a prehook on the autograd node of every output: unlike a tensor hook it
 survives in-place operations on the output. post_backward (the reduction) runs when the last gradient of the unit has
 been accumulated, or when the backward of every call has passed. A call has passed when autograd reaches a node that
-produced one of its inputs: autograd runs the ready node that was created last, so everything created inside the unit has
-run by then, and the unsharded parameters may be freed. What neither event reaches is settled at the end of backward.
+produced one of its inputs: autograd runs the ready node that was created last, so everything created inside the unit
+has run by then, and the unsharded parameters may be freed. What neither event reaches is settled at the end of backward.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Hooks:
         self, root: nn.Module, units: Sequence[Unit], order: CollectiveOrder, ledger: Ledger, *,
         begin: Callable[[], None], forward_done: Callable[[], None], end_backward: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Callbacks of the engine:
+        """Bind the hooks; the callbacks belong to the engine.
 
         Args:
             root: the whole model.
@@ -130,7 +130,7 @@ class Hooks:
             module.register_forward_pre_hook(_PreForward(self, flow), prepend=True, with_kwargs=True)
             module.register_forward_hook(_PostForward(self, flow))
         for param in flow.unit.params:
-            param.unsharded.register_post_accumulate_grad_hook(_Accumulated(self, flow))
+            param.unsharded.register_post_accumulate_grad_hook(_Accumulated(self, flow))  # type: ignore[no-untyped-call]
         return readers
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class Hooks:
             self._watch_output_node(self.root_flow, loss.grad_fn)
 
     def _node_hook(self, node: Any) -> _NodeHook:
-        hook = node.metadata.get(_NODE_KEY)
+        hook: _NodeHook | None = node.metadata.get(_NODE_KEY)
         if hook is None or hook.hooks is not self:
             hook = node.metadata[_NODE_KEY] = _NodeHook(self)
             node.register_prehook(hook)

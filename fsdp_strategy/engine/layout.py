@@ -59,20 +59,23 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
+        """Elements, unsharded."""
         return math.prod(self.shape)
 
     @property
     def dim0(self) -> int:
+        """Rows."""
         return self.shape[0]
 
     @property
     def row_numel(self) -> int:
+        """Elements of one row."""
         return math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class DirectMessage:
-    """One parameter gathered straight into place: rank r's piece is `[starts[r], starts[r] + numels[r])` of the span."""
+    """One parameter gathered straight into place; rank r holds `[starts[r], starts[r] + numels[r])` of the span."""
 
     param: int  # index into the span's parameters
     starts: tuple[int, ...]  # per rank, in the unsharded span

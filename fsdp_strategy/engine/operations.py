@@ -50,7 +50,7 @@ class GatherOp(ABC):
     """The gather of one span: every rank's shard into the unsharded storage of all ranks."""
 
     def __init__(self, layout: SpanLayout, unsharded: Tensor) -> None:
-        """Bind to `unsharded`, a (unsharded_numel,) alias of the unsharded storage with a version counter of its own."""
+        """Bind to `unsharded`, (unsharded_numel,), an alias of the storage with a version counter of its own."""
         self.layout = layout
         self.sent_numel = layout.sent_numel()
         self.num_messages = 0
@@ -111,7 +111,8 @@ class ReduceOp(ABC):
     def _copy_in(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The packed gradients as pieces laid rank after rank, (sum(piece_numels),) `reduce_dtype`."""
         packed, index = self.layout.packed, self._index
-        assert packed is not None and index is not None
+        assert packed is not None
+        assert index is not None
         flat = torch.cat([self._flat(grads[param], param) for param in packed.params])
         return flat.index_select(0, index)
 

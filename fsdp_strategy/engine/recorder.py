@@ -21,8 +21,8 @@ class Event:
     """One thing that the engine did.
 
     Attributes:
-        kind: `all_gather`, `wait_all_gather`, `reduce_scatter`, `wait_reduce_scatter`, `reshard`, `agree`, or one of the
-            hooks `pre_forward`, `post_forward`, `pre_backward`, `post_backward`.
+        kind: `all_gather`, `wait_all_gather`, `reduce_scatter`, `wait_reduce_scatter`, `reshard`, `agree`, or one of
+            the hooks `pre_forward`, `post_forward`, `pre_backward`, `post_backward`.
         unit: fqn of the unit; "" is the root unit, or no unit for `agree`.
         sent_numel: elements that this rank sends to other ranks.
         sent_nbytes: the same in bytes.
@@ -48,17 +48,17 @@ class Ledger:
         self.recorder: Recorder | None = None
 
     def allocate(self, category: str, nbytes: int) -> None:
+        """`nbytes` more are held in the category."""
         self.live_nbytes[category] += nbytes
         if self.recorder is not None:
             self.recorder.observe(self.live_nbytes)
 
     def free(self, category: str, nbytes: int) -> None:
+        """`nbytes` fewer are held in the category."""
         self.live_nbytes[category] -= nbytes
         assert self.live_nbytes[category] >= 0, f"{category} freed twice"
 
-    def event(
-        self, kind: str, unit: str, *, sent_numel: int = 0, sent_nbytes: int = 0, num_messages: int = 0
-    ) -> None:
+    def event(self, kind: str, unit: str, *, sent_numel: int = 0, sent_nbytes: int = 0, num_messages: int = 0) -> None:
         """Note an event; costs a call and a check when nothing records."""
         if self.recorder is not None:
             self.recorder.events.append(

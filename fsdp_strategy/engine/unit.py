@@ -204,8 +204,10 @@ def _dense(param: Tensor) -> Tensor:
     return param.contiguous()
 
 
-def _view(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, shape: tuple[int, ...], stride: tuple[int, ...],
-          device: torch.device) -> Tensor:  # fmt: skip
+def _view(
+    storage: torch.UntypedStorage, dtype: torch.dtype, start: int, shape: tuple[int, ...], stride: tuple[int, ...],
+    device: torch.device,
+) -> Tensor:  # fmt: skip
     """A tensor over `storage` with a version counter of its own; `start` in elements. See [Note: version counters]."""
     return torch.empty(0, dtype=dtype, device=device).set_(storage, start, shape, stride)
 

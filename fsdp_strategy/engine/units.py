@@ -42,6 +42,7 @@ class UnitPlan:
 
     @property
     def is_root(self) -> bool:
+        """Whether this is the root unit."""
         return self.fqn == ""
 
 
@@ -156,7 +157,7 @@ def _owners(module_fqn: str, modules: dict[str, nn.Module], units: dict[int, Uni
 
 
 def find_units(root: nn.Module, policy: UnitPolicy = "auto") -> list[UnitPlan]:
-    """Divide the parameters of `root` into units, in the order of the module tree; the root unit comes first if it has any.
+    """Divide the parameters of `root` into units, in the order of the module tree; the root unit, if any, comes first.
 
     A parameter belongs to the innermost unit that contains every module holding it: tied parameters go to the lowest
     common owner, what lies in no unit to the root unit.
