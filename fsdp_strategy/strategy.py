@@ -15,7 +15,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,7 +27,7 @@ from fsdp_strategy.checkpoint import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, ShardMesh
+from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, LocalStep, ShardMesh
 from fsdp_strategy.launcher import ShardedMultiProcessingLauncher
 
 if TYPE_CHECKING:
@@ -110,6 +109,7 @@ class FullyShardedStrategy(ParallelStrategy):
         self._timeout = timeout
         self._mesh: ShardMesh | None = None
         self._engine: FullyShardedEngine | None = None
+        self._local_steps: list[LocalStep] = []
 
     # -- what the Trainer asks ----------------------------------------------------------------------------------------
 
@@ -296,6 +296,7 @@ class FullyShardedStrategy(ParallelStrategy):
                 for param in group["params"]:
                     if id(param) not in sharded:
                         raise ValueError(self._describe_stray(number, optimizer, param))
+        self._local_steps = [LocalStep(optimizer, self.engine.params) for optimizer in self.optimizers]
 
     def _describe_stray(self, number: int, optimizer: Optimizer, param: Tensor) -> str:
         fqn = self.engine.find_replaced(param)
@@ -326,26 +327,26 @@ class FullyShardedStrategy(ParallelStrategy):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         self.engine.begin("training")
-        output: STEP_OUTPUT = super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
         if not self.lightning_module.automatic_optimization or output is None:
             self.engine.end()
         return output
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.iteration("validation"):
             return super().validation_step(*args, **kwargs)
 
     @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.iteration("test"):
             return super().test_step(*args, **kwargs)
 
     @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.iteration("prediction"):
             return super().predict_step(*args, **kwargs)
 

@@ -106,7 +106,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str
         if param is None:
             raise ValueError(
                 f"Expected optimizer state for {len(params)} parameters, got some for parameter {index}. The "
-                "checkpoint is of another optimizer or model; load only its weights, or configure the optimizer as it was."
+                "checkpoint is of another optimizer or model; load only its weights, or configure the same optimizer."
             )
         sharded[index] = {
             name: shard_like(value, param)

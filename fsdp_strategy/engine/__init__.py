@@ -2,6 +2,7 @@
 
 from fsdp_strategy.engine.engine import EngineConfig, FullyShardedEngine
 from fsdp_strategy.engine.mesh import ShardMesh
+from fsdp_strategy.engine.optimizer import LocalStep
 from fsdp_strategy.engine.recorder import Event, Recorder
 from fsdp_strategy.engine.unit import Unit, UnitState
 from fsdp_strategy.engine.units import find_units
@@ -10,6 +11,7 @@ __all__ = [
     "EngineConfig",
     "Event",
     "FullyShardedEngine",
+    "LocalStep",
     "Recorder",
     "ShardMesh",
     "Unit",

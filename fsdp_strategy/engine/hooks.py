@@ -4,7 +4,7 @@
 survives in-place operations on the output. post_backward (the reduction) runs when the last gradient of the unit has
 been accumulated, or when the backward of every call has passed. A call has passed when autograd reaches a node that
 produced one of its inputs: autograd runs the ready node that was created last, so everything created inside the unit
-has run by then, and the unsharded parameters may be freed. What neither event reaches is settled at the end of backward.
+has run by then, and the unsharded parameters may be freed. What neither event reaches, the end of backward settles.
 """
 
 from __future__ import annotations

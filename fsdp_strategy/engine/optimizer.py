@@ -1,0 +1,123 @@
+"""Run an optimizer's update on local tensors while its groups show the sharded DTensors.
+
+Between steps `param_groups` and `state` are keyed by the visible parameters, as users, schedulers, `zero_grad` and
+checkpoints expect. Around the update they are swapped for plain parameters over the same shards: updates are
+elementwise and need no DTensor dispatch, which costs several times the arithmetic of small parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from fsdp_strategy.engine.unit import UnitParam
+
+
+def _wrap(value: Any, like: DTensor) -> Any:
+    """A state tensor of the shard's shape as a DTensor like the parameter; anything else as it is."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != like._local_tensor.shape:
+        return value
+    return DTensor.from_local(
+        value, like.device_mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+class LocalStep:
+    """Swaps local parameters in around `optimizer.step`, after the closure has run."""
+
+    def __init__(self, optimizer: Optimizer, params: Iterable[UnitParam]) -> None:
+        """Attach to an optimizer over sharded parameters."""
+        self._optimizer = optimizer
+        self._locals: dict[Tensor, nn.Parameter] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for param in params:
+                self._locals[param.sharded] = nn.Parameter(param.local)
+        self._lists: list[list[Tensor]] = []  # the visible lists while swapped
+        self._visible_state: Any = None
+        self._local_state: defaultdict[Tensor, Any] = defaultdict(dict)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_pre_hook(self._before_state_dict)
+        optimizer.register_state_dict_post_hook(self._show_sharded_state)
+        optimizer.register_load_state_dict_post_hook(self._take_loaded_state)
+        self._take_loaded_state(optimizer)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._swap_back()  # a step that raised has left the local parameters in
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._swap_in()
+            return args, kwargs
+        wrapped = self._around_closure(closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def _around_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            self._swap_back()
+            result = closure()
+            self._swap_in()
+            return result
+
+        return run
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._swap_back()
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        self._swap_back()
+
+    def _swap_in(self) -> None:
+        optimizer, local_of = self._optimizer, self._locals
+        self._lists = [group["params"] for group in optimizer.param_groups]
+        for group, visible in zip(optimizer.param_groups, self._lists, strict=True):
+            local = [local_of[param] for param in visible]
+            for mine, param in zip(local, visible, strict=True):
+                grad = param.grad
+                mine.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
+            group["params"] = local
+        self._visible_state = optimizer.state
+        optimizer.state = self._local_state
+
+    def _swap_back(self) -> None:
+        if not self._lists:
+            return
+        optimizer, lists = self._optimizer, self._lists
+        self._lists = []
+        optimizer.state = self._visible_state
+        for group, visible in zip(optimizer.param_groups, lists, strict=True):
+            group["params"] = visible
+            for param in visible:
+                mine = self._locals[param]
+                mine.grad = None
+                if mine in self._local_state and param not in optimizer.state:
+                    optimizer.state[param] = self._local_state[mine]
+
+    def _show_sharded_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """In a state dictionary, state of a shard's shape is a DTensor like its parameter."""
+        params = list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
+        state = {
+            index: {name: _wrap(value, params[index]) for name, value in values.items()}
+            if isinstance(index, int) and isinstance(values, dict)
+            else values
+            for index, values in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def _take_loaded_state(self, optimizer: Optimizer) -> None:
+        """Keep the local part of the state, shared by the visible and the local dictionary."""
+        self._local_state.clear()
+        for param, values in optimizer.state.items():
+            if isinstance(values, dict):
+                for name, value in values.items():
+                    if isinstance(value, DTensor):
+                        values[name] = value._local_tensor
+            if param in self._locals:
+                self._local_state[self._locals[param]] = values
