@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,6 +30,7 @@ from fsdp_strategy.checkpoint import (
 )
 from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, LocalStep, ShardMesh
 from fsdp_strategy.launcher import ShardedMultiProcessingLauncher
+from fsdp_strategy.precision import ShardedPrecision, shard_precision
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -174,17 +176,15 @@ class FullyShardedStrategy(ParallelStrategy):
 
     @property
     @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
+    def precision_plugin(self) -> ShardedPrecision:
+        if self._precision_plugin is None:
+            self._precision_plugin = ShardedPrecision()
+        assert isinstance(self._precision_plugin, ShardedPrecision)
+        return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None and precision_plugin.precision != "32-true":
-            raise ValueError(
-                f"Expected precision '32-true', got {precision_plugin.precision!r}. {type(self).__name__} does not "
-                "support it yet; use Trainer(precision='32-true')."
-            )
-        self._precision_plugin = precision_plugin
+        self._precision_plugin = None if precision_plugin is None else shard_precision(precision_plugin)
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,10 @@ class FullyShardedStrategy(ParallelStrategy):
             if self._layer_sync is not None:
                 self._layer_sync.apply(self.lightning_module)
             self.precision_plugin.convert_module(self.lightning_module)
-            self._engine = FullyShardedEngine(self.lightning_module, self._mesh, self._config)
+            param_dtypes = self.precision_plugin.param_dtypes(self.lightning_module)
+            config = dataclasses.replace(self._config, param_dtypes=param_dtypes)
+            self._engine = FullyShardedEngine(self.lightning_module, self._mesh, config)
+        self.precision_plugin.attach(self._engine)
         self.model = self.lightning_module
         self.model_to_device()
         if is_fit:

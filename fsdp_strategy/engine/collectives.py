@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -195,9 +195,16 @@ class Collectives(ABC):
     policy: MessagePolicy
 
     def __init__(
-        self, *, gather_group: dist.ProcessGroup, reduce_group: dist.ProcessGroup, control_group: dist.ProcessGroup
+        self,
+        *,
+        device: torch.device,
+        gather_group: dist.ProcessGroup,
+        reduce_group: dist.ProcessGroup,
+        control_group: dist.ProcessGroup,
     ) -> None:
+        """`device`: where tensors of gathers and reductions live."""
         self.gather_group, self.reduce_group, self.control_group = gather_group, reduce_group, control_group
+        self.device = device
         self.shard_rank = dist.get_rank(gather_group)
         self.shard_world_size = dist.get_world_size(gather_group)
 
@@ -241,6 +248,13 @@ class Collectives(ABC):
         if self.shard_world_size > 1:
             dist.broadcast(tensor, group=self.gather_group, group_src=0)
 
+    def all_reduce(self, value: Tensor, op: Literal["sum", "max"]) -> Tensor:
+        """The sum or maximum of a small tensor over ranks, the same on every rank."""
+        if self.shard_world_size > 1:
+            value = value.clone()
+            dist.all_reduce(value, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.reduce_group)
+        return value
+
     def exchange_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order; for setup, not for the training step."""
         values: list[Any] = [None] * self.shard_world_size
@@ -266,8 +280,9 @@ class GlooCollectives(Collectives):
 
     policy = MessagePolicy(equal_pieces=False)
 
-    def __init__(self, **groups: dist.ProcessGroup) -> None:
-        super().__init__(**groups)
+    def __init__(self, *, device: torch.device, **groups: dist.ProcessGroup) -> None:
+        """See `Collectives`."""
+        super().__init__(device=device, **groups)
         self._next_tag = 1
 
     def _take_tags(self, layout: SpanLayout) -> int:

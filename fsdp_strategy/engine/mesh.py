@@ -49,7 +49,7 @@ class ShardMesh:
             "control_group": dist.new_group(timeout=timeout, backend=control_backend),
         }
         native = backend != "gloo" if native is None else native
-        self.collectives: Collectives = (NativeCollectives if native else GlooCollectives)(**groups)
+        self.collectives: Collectives = (NativeCollectives if native else GlooCollectives)(device=device, **groups)
 
     @property
     def shard_rank(self) -> int:

@@ -1,0 +1,61 @@
+"""Norms and clipping of sharded gradients: local arithmetic and one scalar all-reduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_strategy.engine.collectives import Collectives
+
+
+def local_grads(params: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's shards of the gradients that are there."""
+    grads = [param.grad for param in params if param.grad is not None]
+    return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+@torch.no_grad()
+def global_norm(grads: Sequence[Tensor], collectives: Collectives, norm_type: float = 2.0) -> Tensor:
+    """The norm of all ranks' shards together, as one vector; 0-d, float32 or the widest gradient dtype. Collective.
+
+    Args:
+        grads: this rank's shards; those of all ranks together are the whole gradients.
+        collectives: of the shard axis.
+        norm_type: p > 0, or infinity.
+    """
+    dtype = torch.float32
+    for grad in grads:
+        dtype = torch.promote_types(dtype, grad.real.dtype if grad.is_complex() else grad.dtype)
+    present = [grad for grad in grads if grad.numel()]
+    norms = list(torch._foreach_norm(present, norm_type, dtype=dtype)) if present else []
+    stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=collectives.device)
+    if math.isinf(norm_type):
+        return collectives.all_reduce(stacked.max(), "max")
+    return collectives.all_reduce(stacked.pow(norm_type).sum(), "sum").pow(1.0 / norm_type)
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    params: Iterable[Tensor], max_norm: float, collectives: Collectives, norm_type: float = 2.0
+) -> Tensor:
+    """Scale the sharded gradients in place so that their global norm is at most `max_norm`; return the norm before.
+
+    The factor is `max_norm / (norm + 1e-6)`, at most 1, as in `torch.nn.utils.clip_grad_norm_`. Collective.
+    """
+    grads = local_grads(params)
+    norm = global_norm(grads, collectives, norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if grads:
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
+    return norm
+
+
+@torch.no_grad()
+def clip_grad_value(params: Iterable[Tensor], clip_value: float) -> None:
+    """Clamp every element of the sharded gradients to `[-clip_value, clip_value]`. No communication."""
+    for grad in local_grads(params):
+        grad.clamp_(-clip_value, clip_value)
