@@ -8,14 +8,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,14 +26,13 @@ from fsdp_strategy.checkpoint import (
     load_full_state_dict,
 )
 from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, LocalStep, ShardMesh
-from fsdp_strategy.launcher import ShardedMultiProcessingLauncher
 from fsdp_strategy.precision import ShardedPrecision, shard_precision
+from fsdp_strategy.ranks import RankedStrategy, StartMethod
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 ReduceDtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
-StartMethod = Literal["popen", "spawn", "fork"]
 
 
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> str:
@@ -45,12 +41,47 @@ def _choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     return value
 
 
-class FullyShardedStrategy(ParallelStrategy):
+# What users of Lightning's own sharded strategies may try, and what says the same here.
+_FOREIGN_ARGUMENTS = {
+    "auto_wrap_policy": "units",
+    "wrapping_policy": "units",
+    "policy": "units",
+    "activation_checkpointing": "torch.utils.checkpoint in the module",
+    "activation_checkpointing_policy": "torch.utils.checkpoint in the module",
+    "sharding_strategy": "nothing: parameters, gradients and optimizer state are always sharded",
+    "stage": "nothing: parameters, gradients and optimizer state are always sharded",
+    "state_dict_type": "nothing: checkpoints are full files that open anywhere",
+    "save_distributed_checkpoint": "nothing: checkpoints are full files that open anywhere",
+    "mixed_precision": "Trainer(precision=...) and reduce_dtype",
+    "precision": "Trainer(precision=...)",
+    "forward_prefetch": "prefetch_limit",
+    "backward_prefetch": "prefetch_limit",
+    "limit_all_gathers": "prefetch_limit",
+    "use_orig_params": "nothing: parameters always keep their names",
+    "sync_module_states": "nothing: rank 0's values are always used",
+    "data_parallel_size": "Trainer(devices=..., num_nodes=...)",
+    "allgather_bucket_size": "units",
+    "reduce_bucket_size": "units",
+}
+
+
+class FullyShardedStrategy(RankedStrategy):
     """Trains a plain LightningModule with parameters, gradients and optimizer state sharded over all ranks.
 
     Every unit (usually one block) is gathered just before it computes and freed after; the next one is gathered
     meanwhile. Gradients are summed in fp32, averaged, and kept sharded. The module needs no changes.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> FullyShardedStrategy:
+        """Meet arguments of other sharded strategies with the name that they have here.
+
+        Raises:
+            TypeError: for such an argument.
+        """
+        for name in kwargs:
+            if name in _FOREIGN_ARGUMENTS:
+                raise TypeError(f"{cls.__name__} has no argument {name!r}. Use {_FOREIGN_ARGUMENTS[name]}.")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -99,16 +130,15 @@ class FullyShardedStrategy(ParallelStrategy):
             reduce_dtype=None if reduce_dtype == "auto" else getattr(torch, reduce_dtype),
         )
         super().__init__(
+            start_method=start_method,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._num_nodes = 1
-        self._start_method = start_method
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
         self._mesh: ShardMesh | None = None
         self._engine: FullyShardedEngine | None = None
         self._local_steps: list[LocalStep] = []
@@ -128,41 +158,6 @@ class FullyShardedStrategy(ParallelStrategy):
                 "Use it in hooks that run after setup, such as on_fit_start."
             )
         return self._engine
-
-    @property
-    def is_distributed(self) -> bool:
-        """Asks the Trainer for distributed samplers and synchronised metrics."""
-        return True
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Machines, set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """As given, or as chosen for the device once the process group is there."""
-        return self._process_group_backend
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     @property
     @override
@@ -186,75 +181,13 @@ class FullyShardedStrategy(ParallelStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = None if precision_plugin is None else shard_precision(precision_plugin)
 
-    # -- ranks --------------------------------------------------------------------------------------------------------
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._start_method == "popen":
-            # Also where another launcher has started the ranks: it validates their number then.
-            self._launcher = _compat._SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-        else:
-            self._launcher = ShardedMultiProcessingLauncher(self, start_method=self._start_method)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and the rank-zero utilities which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        _compat.set_rank_zero(self.global_rank)
-
-    def _check_num_ranks(self) -> None:
-        expected, got = self.num_nodes * self.num_processes, self.world_size
-        if expected != got:
-            raise ValueError(
-                f"[rank {self.global_rank}] Expected {expected} ranks from Trainer(num_nodes={self.num_nodes}, "
-                f"devices={self.num_processes}), got {got} launched ones. Set devices and num_nodes to what "
-                "was launched."
-            )
+    # -- setting up and tearing down ----------------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        _compat.reset_seed()
-        self.set_world_ranks()
-        self._check_num_ranks()
-        if self._process_group_backend is None:
-            self._process_group_backend = _compat._get_default_process_group_backend_for_device(self.root_device)
-        assert self.cluster_environment is not None
-        device_id = None if self.root_device.type == "cpu" else self.root_device
-        _compat._init_dist_connection(
-            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
-        )
         if self._mesh is None:
             self._mesh = ShardMesh(self.root_device, timeout=self._timeout)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not _compat._distributed_is_initialized():
-            return
-        is_nccl = dist.get_backend() == "nccl"
-        dist.barrier(device_ids=[self.root_device.index] if is_nccl else None)
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if not _compat._distributed_is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        if isinstance(tensor, Tensor):
-            return _compat._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
-
-    # -- setting up and tearing down ----------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
