@@ -26,6 +26,7 @@ from fsdp_strategy.checkpoint import (
     load_full_state_dict,
 )
 from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, LocalStep, ShardMesh
+from fsdp_strategy.foreign_arguments import meets_foreign_arguments
 from fsdp_strategy.precision import ShardedPrecision, shard_precision
 from fsdp_strategy.ranks import RankedStrategy, StartMethod
 
@@ -41,30 +42,6 @@ def _choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     return value
 
 
-# What users of Lightning's own sharded strategies may try, and what says the same here.
-_FOREIGN_ARGUMENTS = {
-    "auto_wrap_policy": "units",
-    "wrapping_policy": "units",
-    "policy": "units",
-    "activation_checkpointing": "torch.utils.checkpoint in the module",
-    "activation_checkpointing_policy": "torch.utils.checkpoint in the module",
-    "sharding_strategy": "nothing: parameters, gradients and optimizer state are always sharded",
-    "stage": "nothing: parameters, gradients and optimizer state are always sharded",
-    "state_dict_type": "nothing: checkpoints are full files that open anywhere",
-    "save_distributed_checkpoint": "nothing: checkpoints are full files that open anywhere",
-    "mixed_precision": "Trainer(precision=...) and reduce_dtype",
-    "precision": "Trainer(precision=...)",
-    "forward_prefetch": "prefetch_limit",
-    "backward_prefetch": "prefetch_limit",
-    "limit_all_gathers": "prefetch_limit",
-    "use_orig_params": "nothing: parameters always keep their names",
-    "sync_module_states": "nothing: rank 0's values are always used",
-    "data_parallel_size": "Trainer(devices=..., num_nodes=...)",
-    "allgather_bucket_size": "units",
-    "reduce_bucket_size": "units",
-}
-
-
 class FullyShardedStrategy(RankedStrategy):
     """Trains a plain LightningModule with parameters, gradients and optimizer state sharded over all ranks.
 
@@ -72,17 +49,7 @@ class FullyShardedStrategy(RankedStrategy):
     meanwhile. Gradients are summed in fp32, averaged, and kept sharded. The module needs no changes.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> FullyShardedStrategy:
-        """Meet arguments of other sharded strategies with the name that they have here.
-
-        Raises:
-            TypeError: for such an argument.
-        """
-        for name in kwargs:
-            if name in _FOREIGN_ARGUMENTS:
-                raise TypeError(f"{cls.__name__} has no argument {name!r}. Use {_FOREIGN_ARGUMENTS[name]}.")
-        return super().__new__(cls)
-
+    @meets_foreign_arguments
     def __init__(
         self,
         *,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-PUBLIC_NAMES = ["FullyShardedStrategy", "__version__"]
+PUBLIC_NAMES = ["FullyShardedStrategy", "__version__", "unshard"]
 
 
 def _run_python(code: str) -> str:

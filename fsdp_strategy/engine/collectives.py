@@ -243,10 +243,13 @@ class Collectives(ABC):
             distance *= 2
         return values
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` with shard rank 0's, on every rank; blocks."""
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        """Overwrite the dense `tensor` with that of shard rank `src`, on every rank; blocks."""
         if self.shard_world_size > 1:
-            dist.broadcast(tensor, group=self.gather_group, group_src=0)
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+            dist.broadcast(
+                torch.view_as_real(flat) if flat.is_complex() else flat, group=self.gather_group, group_src=src
+            )
 
     def all_reduce(self, value: Tensor, op: Literal["sum", "max"]) -> Tensor:
         """The sum or maximum of a small tensor over ranks, the same on every rank."""

@@ -11,9 +11,11 @@ Without Lightning:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +66,13 @@ class FullyShardedEngine:
         root_unit: the parameters in no other unit, or None if there are none.
     """
 
+    _live: ClassVar[weakref.WeakSet[FullyShardedEngine]] = weakref.WeakSet()
+
+    @classmethod
+    def live(cls) -> list[FullyShardedEngine]:
+        """The engines of this process whose modules are still there."""
+        return list(cls._live)
+
     def __init__(self, module: nn.Module, mesh: ShardMesh, config: EngineConfig | None = None) -> None:
         """Shard `module`. Collective: every rank must call it with the same model; rank 0's values win.
 
@@ -93,6 +102,7 @@ class FullyShardedEngine:
             module, self.units, self._order, self._ledger,
             begin=self._begin_if_none, forward_done=self._forward_done, end_backward=self._end_backward,
         )  # fmt: skip
+        self._live.add(self)
 
     def _plan(self) -> list[UnitPlan]:
         plans = find_units(self.module, self.config.units)
@@ -185,6 +195,15 @@ class FullyShardedEngine:
         self._hooks.reset()
         self._order.abandon()
         self._iteration = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside the block calls of modules gather and free nothing."""
+        self._hooks.is_suspended = True
+        try:
+            yield
+        finally:
+            self._hooks.is_suspended = False
 
     def _begin_if_none(self) -> None:
         if self._iteration is None:

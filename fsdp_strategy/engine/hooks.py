@@ -112,6 +112,7 @@ class Hooks:
         self.flows = [UnitFlow(unit) for unit in units]
         self.root_flow = next((flow for flow in self.flows if flow.unit.is_root), None)
         self.depth = 0  # nested hooked modules
+        self.is_suspended = False  # modules are called with whole parameters that are not ours
         self._is_end_queued = False
         self._warned: set[str] = set()
         bound: set[nn.Module] = set()
@@ -272,7 +273,7 @@ class _Enter:
         self.hooks = hooks
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not in_backward():
+        if not in_backward() and not self.hooks.is_suspended:
             self.hooks.enter()
 
 
@@ -283,7 +284,7 @@ class _Leave:
         self.hooks = hooks
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not in_backward():
+        if not in_backward() and not self.hooks.is_suspended:
             self.hooks.leave(any(tensor.grad_fn is not None for tensor in tensors_in(output)))
 
 
@@ -294,7 +295,8 @@ class _PreForward:
         self.hooks, self.flow = hooks, flow
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.hooks.pre_forward(self.flow, args, kwargs)
+        if not self.hooks.is_suspended:
+            self.hooks.pre_forward(self.flow, args, kwargs)
 
 
 class _PostForward:
@@ -304,7 +306,8 @@ class _PostForward:
         self.hooks, self.flow = hooks, flow
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.hooks.post_forward(self.flow, output)
+        if not self.hooks.is_suspended:
+            self.hooks.post_forward(self.flow, output)
 
 
 class _Accumulated:

@@ -18,7 +18,7 @@ import torch
 from fsdp_strategy.engine.collectives import Collectives
 from fsdp_strategy.engine.recorder import Ledger
 from fsdp_strategy.engine.reduction import Reducer
-from fsdp_strategy.engine.schedule import Round, Schedule, ScheduleRecording, find_gather, next_to_unshard
+from fsdp_strategy.engine.schedule import Op, Round, Schedule, ScheduleRecording
 from fsdp_strategy.engine.unit import Unit, UnitParam, UnitState
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class CollectiveOrder:
 
     def _enter_round(self) -> None:
         self._round: Round | None = self._schedule.round(self._round_index) if self._schedule else None
-        self._position = self._issued = self._num_reduced = 0
+        self._cursor = 0  # the first collective of the round that this rank has not done
+        self._issued = 0  # gathers before this place have been started
         self._ready: list[Unit] = []
         self._is_open = False  # whether this rank needed anything in the round
 
@@ -100,13 +101,13 @@ class CollectiveOrder:
         """Make `unit`, which is not unsharded, readable, and start the gathers of the next ones."""
         self._is_open = True
         if self._round is not None:
-            place = find_gather(self._round.gathers, unit.index, self._position)
+            place = self._round.find_gather(unit.index, self._cursor)
             if place is not None:
-                for skipped in range(self._position, place):
-                    self._skip(skipped)
+                self._skip_to(place)
                 self._issue_through(place)
                 unit.wait_for_unshard()
-                self._position = place + 1
+                self._cursor = place + 1
+                self._start_ready_reductions()
                 self.prefetch()
                 return
             self._leave_schedule()
@@ -116,33 +117,37 @@ class CollectiveOrder:
         """Start the gathers of the next units in the schedule, as far as the limit and free storages allow."""
         if self._round is None:
             return
-        for place in next_to_unshard(self._round.gathers, self._position, self._prefetch_limit):
+        for place in self._round.next_to_unshard(self._cursor, self._prefetch_limit):
             if place < self._issued:
                 continue
-            if self._units[self._round.gathers[place]].state is not UnitState.SHARDED:
+            if self._units[self._round.ops[place].unit].state is not UnitState.SHARDED:
                 break
             self._issue_through(place)
 
     def reduce(self, unit: Unit) -> None:
-        """`unit` has its gradients: reduce them now, or as soon as the units before it have theirs."""
+        """`unit` has its gradients: reduce them now, or as soon as the collectives before it have been started."""
         self._is_open = True
         if self._round is None:
             self._negotiate(_reduce_request(unit))
             return
         self._ready.append(unit)
-        reductions = self._round.reductions
-        while self._num_reduced < len(reductions):
-            first = self._units[reductions[self._num_reduced]]
-            if first not in self._ready:
-                break
-            self._ready.remove(first)
-            self._reducer.start(first)
-            self._num_reduced += 1
+        self._start_ready_reductions()
+
+    def _start_ready_reductions(self) -> None:
+        assert self._round is not None
+        while self._ready and self._cursor < len(self._round.ops):
+            op = self._round.ops[self._cursor]
+            unit = self._units[op.unit]
+            if not op.is_reduction or unit not in self._ready:
+                return
+            self._ready.remove(unit)
+            self._reducer.start(unit)
+            self._cursor += 1
 
     def close_round(self) -> None:
         """End of a backward, or of an iteration without one: finish what any rank still needs. Meets all ranks."""
         if self._round is not None:
-            self._play_rest()
+            self._skip_to(len(self._round.ops))
         for unit in self._units:
             if any(param.unsharded.grad is not None for param in unit.params):
                 self._deviated |= self._schedule is not None
@@ -166,35 +171,38 @@ class CollectiveOrder:
     # -- following ----------------------------------------------------------------------------------------------------
 
     def _issue_through(self, place: int) -> None:
+        """Start all gathers up to `place` that have not been started ahead."""
         assert self._round is not None
-        for gather in self._round.gathers[self._issued : place + 1]:
-            unit = self._units[gather]
+        for op in self._round.ops[self._issued : place + 1]:
+            if op.is_reduction:
+                continue
+            unit = self._units[op.unit]
             if unit.state is UnitState.SHARDED:
                 unit.unshard()
             else:
                 unit.regather()
-            self._issued += 1
+        self._issued = max(self._issued, place + 1)
 
-    def _skip(self, place: int) -> None:
-        """Take part in a gather that this rank does not need, and free what it brought."""
+    def _skip_to(self, place: int) -> None:
+        """Take part in the collectives before `place` that this rank does not need, and free what they bring."""
         assert self._round is not None
-        unit = self._units[self._round.gathers[place]]
-        self._issue_through(place)
-        if unit.state is UnitState.GATHERING:
-            unit.wait_for_unshard()
-            unit.reshard()
-        self._position = place + 1
-
-    def _play_rest(self) -> None:
-        assert self._round is not None
-        for place in range(self._position, len(self._round.gathers)):
-            self._skip(place)
-        for unit in self._round.reductions[self._num_reduced :]:
-            self._reducer.start(self._units[unit])
-        self._num_reduced = len(self._round.reductions)
+        while self._cursor < place:
+            op = self._round.ops[self._cursor]
+            unit = self._units[op.unit]
+            if op.is_reduction:
+                self._reducer.start(unit)
+                if unit in self._ready:
+                    self._ready.remove(unit)
+            else:
+                self._issue_through(self._cursor)
+                if unit.state is UnitState.GATHERING:
+                    unit.wait_for_unshard()
+                    unit.reshard()
+            self._cursor += 1
 
     def _leave_schedule(self) -> None:
-        self._play_rest()
+        assert self._round is not None
+        self._skip_to(len(self._round.ops))
         self._round = None
         self._deviated = True
 
@@ -224,11 +232,10 @@ class CollectiveOrder:
     def _serve(self, code: int, *, mine: bool) -> None:
         index, is_reduce = divmod(code - _FIRST_OP, 2)
         unit = self._units[index]
+        self._recording.ops.append(Op(bool(is_reduce), index))
         if is_reduce:
-            self._recording.reductions.append(index)
             self._reducer.start(unit)
             return
-        self._recording.gathers.append(index)
         if unit.state is not UnitState.SHARDED:
             unit.regather()
             return

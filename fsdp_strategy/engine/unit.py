@@ -230,7 +230,7 @@ def _shard_param(
     for module, name in site.sites:
         module._parameters[name] = sharded
     site.param.data = torch.empty(0, dtype=site.param.dtype, device=site.param.device)
-    plain = nn.Parameter(unsharded, requires_grad=site.param.requires_grad)
+    plain = nn.Parameter(unsharded)  # hooks are bound to it before `wait_for_unshard` sets what is trainable
     return UnitParam(spec.fqn, site.sites, spec, sharded, plain, local)
 
 
