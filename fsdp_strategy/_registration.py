@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from fsdp_strategy.strategy import FullyShardedStrategy
 
 _REGISTRY_MODULE = "lightning.pytorch.strategies"
-START_METHODS = {"fully_sharded": "popen", "fully_sharded_spawn": "spawn", "fully_sharded_fork": "fork"}
+START_METHODS = {
+    "fully_sharded": "popen",
+    "fully_sharded_spawn": "spawn",
+    "fully_sharded_fork": "fork",
+    "fully_sharded_notebook": "fork",
+}
 
 
 def _make_strategy(**init_args: Any) -> FullyShardedStrategy:

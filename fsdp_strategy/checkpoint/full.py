@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_strategy.engine import FullyShardedEngine
@@ -23,21 +23,30 @@ def gather_full(engine: FullyShardedEngine, value: DTensor) -> Tensor | None:
     """The whole of a sharded tensor on the CPU of rank 0, None on the other ranks. Collective."""
     num_ranks = engine.shard_world_size
     shape, local = value.shape, value._local_tensor.detach()
+    if value.placements[0].is_replicate():
+        return local.cpu().clone() if engine.mesh.shard_rank == 0 else None
     row_numel = shape[1:].numel()
     bounds = [shard_bounds(shape[0], num_ranks, rank) for rank in range(num_ranks)]
-    pieces = engine.mesh.collectives.collect(
-        local.contiguous().reshape(-1), [(last - first) * row_numel for first, last in bounds]
-    )
-    return None if pieces is None else torch.cat(pieces).reshape(shape)
+    flat = local.contiguous().reshape(-1)
+    pairs = 2 if flat.is_complex() else 1
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    pieces = engine.mesh.collectives.collect(flat, [(last - first) * row_numel * pairs for first, last in bounds])
+    if pieces is None:
+        return None
+    full = torch.cat(pieces)
+    return (torch.view_as_complex(full.reshape(-1, 2)) if local.is_complex() else full).reshape(shape)
 
 
 def shard_like(full: Tensor, like: DTensor) -> DTensor:
     """This rank's rows of `full` as a tensor sharded like `like`; the dtype is that of `full`."""
     mesh = like.device_mesh
-    first, last = shard_bounds(like.shape[0], mesh.size(), mesh.get_local_rank())
     local = torch.empty_like(like._local_tensor, dtype=full.dtype)
-    local.copy_(full[first:last])
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
+    if like.placements[0].is_replicate():
+        local.copy_(full)
+    else:
+        first, last = shard_bounds(like.shape[0], mesh.size(), mesh.get_local_rank())
+        local.copy_(full[first:last])
+    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def _to_cpu(value: Any) -> Any:

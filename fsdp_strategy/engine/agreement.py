@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp_strategy.engine.collectives import Collectives
@@ -31,7 +32,7 @@ def check_params(plans: Sequence[UnitPlan]) -> None:
     """Raise on a parameter that cannot be sharded.
 
     Raises:
-        ValueError: for parameters on the meta device, uninitialised lazy ones, 0-d and integer ones.
+        ValueError: for parameters on the meta device, uninitialised lazy ones, and boolean ones.
     """
     sites = [site for plan in plans for site in plan.params]
     lazy = [site.fqn for site in sites if isinstance(site.param, UninitializedParameter)]
@@ -47,15 +48,8 @@ def check_params(plans: Sequence[UnitPlan]) -> None:
             "model without `torch.device('meta')`, or call `model.to_empty(device=...)` and reset its parameters."
         )
     for site in sites:
-        if site.param.dim() == 0:
-            raise ValueError(
-                f"Expected parameters with at least one dimension, got the 0-d parameter `{site.fqn}`. Give it the "
-                "shape (1,)."
-            )
-        if not (site.param.is_floating_point() or site.param.is_complex()):
-            raise ValueError(
-                f"Expected floating point parameters, got `{site.fqn}` of {site.param.dtype}. Register it as a buffer."
-            )
+        if site.param.dtype == torch.bool:
+            raise ValueError(f"Expected numeric parameters, got `{site.fqn}` of torch.bool. Register it as a buffer.")
 
 
 def run_on_all_or_none(collectives: Collectives, check: Callable[[], T], what: str) -> T:

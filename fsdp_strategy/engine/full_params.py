@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_strategy.engine.engine import FullyShardedEngine
-from fsdp_strategy.engine.layout import shard_bounds
 from fsdp_strategy.engine.unit import UnitParam
 
 
@@ -32,9 +31,11 @@ def find_engine(module: nn.Module) -> FullyShardedEngine:
 def _gather(engine: FullyShardedEngine, param: UnitParam) -> Tensor:
     """The whole parameter in its own dtype, on every rank."""
     mesh, spec = engine.mesh, param.spec
+    if spec.is_replicated:
+        return param.local.clone()
     full = torch.empty_strided(spec.shape, spec.stride, dtype=param.local.dtype, device=mesh.device)
     for rank in range(mesh.shard_world_size):
-        first, last = shard_bounds(spec.dim0, mesh.shard_world_size, rank)
+        first, last = spec.bounds(mesh.shard_world_size, rank)
         if rank == mesh.shard_rank:
             full[first:last] = param.local
         if last > first:
@@ -44,8 +45,8 @@ def _gather(engine: FullyShardedEngine, param: UnitParam) -> Tensor:
 
 def _write_back(engine: FullyShardedEngine, param: UnitParam, full: Tensor) -> None:
     engine.mesh.collectives.broadcast(full)
-    first, last = shard_bounds(param.spec.dim0, engine.mesh.shard_world_size, engine.mesh.shard_rank)
-    param.local.copy_(full[first:last])
+    first, last = param.spec.bounds(engine.mesh.shard_world_size, engine.mesh.shard_rank)
+    param.local.copy_(full if param.spec.is_replicated else full[first:last])
 
 
 @contextmanager

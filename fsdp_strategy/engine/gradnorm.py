@@ -12,9 +12,20 @@ from torch.distributed.tensor import DTensor
 from fsdp_strategy.engine.collectives import Collectives
 
 
-def local_grads(params: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's shards of the gradients that are there."""
+def local_grads(params: Iterable[Tensor], *, own_only: bool = False) -> list[Tensor]:
+    """This rank's shards of the gradients that are there.
+
+    `own_only` leaves replicated gradients (of 0-d parameters) to rank 0, so that all ranks together have each once.
+    """
     grads = [param.grad for param in params if param.grad is not None]
+    if own_only:
+        grads = [
+            grad
+            for grad in grads
+            if not (
+                isinstance(grad, DTensor) and grad.placements[0].is_replicate() and grad.device_mesh.get_local_rank()
+            )
+        ]
     return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
 
 
@@ -46,8 +57,9 @@ def clip_grad_norm(
 
     The factor is `max_norm / (norm + 1e-6)`, at most 1, as in `torch.nn.utils.clip_grad_norm_`. Collective.
     """
+    params = list(params)
+    norm = global_norm(local_grads(params, own_only=True), collectives, norm_type)
     grads = local_grads(params)
-    norm = global_norm(grads, collectives, norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if grads:
         torch._foreach_mul_(grads, factor.to(grads[0].device))

@@ -51,26 +51,47 @@ class MessagePolicy:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """Shape and memory order of one unsharded parameter; `stride` is dense with dim 0 outermost."""
+    """Shape and memory order of one unsharded parameter; `stride` is dense with dim 0 outermost.
+
+    Elements of a complex parameter count as pairs of real ones. A 0-d parameter is replicated: every rank owns it.
+    """
 
     fqn: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    is_complex: bool = False
 
     @property
-    def numel(self) -> int:
-        """Elements, unsharded."""
-        return math.prod(self.shape)
+    def is_replicated(self) -> bool:
+        """Whether every rank owns the whole parameter."""
+        return not self.shape
 
     @property
     def dim0(self) -> int:
         """Rows."""
-        return self.shape[0]
+        return self.shape[0] if self.shape else 1
 
     @property
     def row_numel(self) -> int:
-        """Elements of one row."""
-        return math.prod(self.shape[1:])
+        """Real elements of one row."""
+        return math.prod(self.shape[1:]) * (2 if self.is_complex else 1)
+
+    @property
+    def numel(self) -> int:
+        """Real elements, unsharded."""
+        return self.dim0 * self.row_numel
+
+    def bounds(self, shard_world_size: int, shard_rank: int) -> tuple[int, int]:
+        """Half-open row range that the rank owns."""
+        return (0, 1) if self.is_replicated else shard_bounds(self.dim0, shard_world_size, shard_rank)
+
+    def view_rows(self, flat: Tensor, start: int, num_rows: int) -> Tensor:
+        """`num_rows` rows as a tensor over `flat`, a 1-D real buffer in which they begin at `start`."""
+        shape = (num_rows, *self.shape[1:]) if self.shape else ()
+        if not self.is_complex:
+            return flat.as_strided(shape, self.stride, flat.storage_offset() + start)
+        pairs = (*(2 * step for step in self.stride), 1)
+        return torch.view_as_complex(flat.as_strided((*shape, 2), pairs, flat.storage_offset() + start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +154,7 @@ class SpanLayout:
 def _is_direct(spec: ParamSpec, itemsize: int, shard_world_size: int, policy: MessagePolicy) -> bool:
     if shard_world_size == 1:
         return True  # no message at all: the shard is the parameter
-    if spec.numel * itemsize < policy.direct_min_nbytes:
+    if spec.is_replicated or spec.numel * itemsize < policy.direct_min_nbytes:
         return False
     if not policy.equal_pieces:
         return True
@@ -147,7 +168,7 @@ def _plan_packed(
     numels = [0] * shard_world_size
     for index in packed:
         for rank in range(shard_world_size):
-            first, last = shard_bounds(params[index].dim0, shard_world_size, rank)
+            first, last = params[index].bounds(shard_world_size, rank)
             numels[rank] += (last - first) * params[index].row_numel
     pieces = [align(max(numels), itemsize)] * shard_world_size if policy.equal_pieces else numels
     return PackedMessage(tuple(packed), tuple(numels), tuple(pieces), shard_start, start, region)
@@ -159,7 +180,7 @@ def plan_span(
     """Lay the parameters of one span out, cut along dim 0 as `torch.chunk` does.
 
     Args:
-        params: at least one-dimensional parameters of one dtype.
+        params: parameters of one (real) dtype.
         itemsize: bytes of one element on the wire and in the unsharded storage.
         shard_world_size: ranks that share the span.
         shard_rank: this rank among them.
@@ -168,7 +189,7 @@ def plan_span(
     is_direct = [_is_direct(spec, itemsize, shard_world_size, policy) for spec in params]
     order = [i for i, yes in enumerate(is_direct) if yes] + [i for i, yes in enumerate(is_direct) if not yes]
     starts, shard_starts, direct = [0] * len(params), [0] * len(params), []
-    rows = [shard_bounds(spec.dim0, shard_world_size, shard_rank) for spec in params]
+    rows = [spec.bounds(shard_world_size, shard_rank) for spec in params]
     start = shard_start = 0
     packed_start = packed_shard_start = 0
     for position, index in enumerate(order):
@@ -178,7 +199,7 @@ def plan_span(
         starts[index], shard_starts[index] = start, shard_start
         own_numel = (rows[index][1] - rows[index][0]) * spec.row_numel
         if is_direct[index]:
-            bounds = [shard_bounds(spec.dim0, shard_world_size, rank) for rank in range(shard_world_size)]
+            bounds = [spec.bounds(shard_world_size, rank) for rank in range(shard_world_size)]
             piece_starts = tuple(start + first * spec.row_numel for first, _ in bounds)
             numels = tuple((last - first) * spec.row_numel for first, last in bounds)
             direct.append(DirectMessage(index, piece_starts, numels, shard_start))
@@ -201,24 +222,22 @@ def plan_span(
     )  # fmt: skip
 
 
-def _packed_positions(layout: SpanLayout) -> tuple[list[Tensor], list[int]]:
-    """For every packed parameter the positions of its elements in the pieces of all ranks, laid rank after rank."""
+def _packed_positions(layout: SpanLayout) -> list[list[Tensor]]:
+    """For every packed parameter and rank the positions of its elements in the pieces, laid rank after rank."""
     packed = layout.packed
     assert packed is not None
-    piece_starts = [sum(packed.piece_numels[:rank]) for rank in range(layout.shard_world_size)]
-    filled = [0] * layout.shard_world_size
+    filled = [sum(packed.piece_numels[:rank]) for rank in range(layout.shard_world_size)]
     positions = []
     for index in packed.params:
         spec = layout.params[index]
         parts = []
         for rank in range(layout.shard_world_size):
-            first, last = shard_bounds(spec.dim0, layout.shard_world_size, rank)
+            first, last = spec.bounds(layout.shard_world_size, rank)
             numel = (last - first) * spec.row_numel
-            begin = piece_starts[rank] + filled[rank]
-            parts.append(torch.arange(begin, begin + numel))
+            parts.append(torch.arange(filled[rank], filled[rank] + numel))
             filled[rank] += numel
-        positions.append(torch.cat(parts))
-    return positions, filled
+        positions.append(parts)
+    return positions
 
 
 def copy_out_index(layout: SpanLayout) -> Tensor:
@@ -226,8 +245,8 @@ def copy_out_index(layout: SpanLayout) -> Tensor:
     packed = layout.packed
     assert packed is not None
     index = torch.zeros(packed.region_numel, dtype=torch.int32)
-    positions, _ = _packed_positions(layout)
-    for param, position in zip(packed.params, positions, strict=True):
+    for param, parts in zip(packed.params, _packed_positions(layout), strict=True):
+        position = parts[layout.shard_rank] if layout.params[param].is_replicated else torch.cat(parts)
         begin = layout.starts[param] - packed.start
         index[begin : begin + position.numel()] = position.to(torch.int32)
     return index
@@ -241,9 +260,10 @@ def copy_in_index(layout: SpanLayout) -> Tensor:
     packed = layout.packed
     assert packed is not None
     index = torch.zeros(sum(packed.piece_numels), dtype=torch.int32)
-    positions, _ = _packed_positions(layout)
     begin = 0
-    for position in positions:
-        index[position] = torch.arange(begin, begin + position.numel(), dtype=torch.int32)
-        begin += position.numel()
+    for param, parts in zip(packed.params, _packed_positions(layout), strict=True):
+        spec = layout.params[param]
+        for part in parts if spec.is_replicated else [torch.cat(parts)]:
+            index[part] = torch.arange(begin, begin + spec.numel, dtype=torch.int32)
+        begin += spec.numel
     return index

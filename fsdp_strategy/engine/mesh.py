@@ -11,9 +11,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_strategy.engine.collectives import Collectives, GlooCollectives, NativeCollectives
+from fsdp_strategy.engine.layout import ParamSpec
 
 REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
 
@@ -50,6 +53,13 @@ class ShardMesh:
         }
         native = backend != "gloo" if native is None else native
         self.collectives: Collectives = (NativeCollectives if native else GlooCollectives)(device=device, **groups)
+
+    def show(self, spec: ParamSpec, local: Tensor) -> DTensor:
+        """This rank's rows of a parameter, or of something of its shape, as the DTensor that users see."""
+        placement = Replicate() if spec.is_replicated else Shard(0)
+        return DTensor.from_local(
+            local, self.shard_axis, [placement], run_check=False, shape=torch.Size(spec.shape), stride=spec.stride
+        )
 
     @property
     def shard_rank(self) -> int:

@@ -106,7 +106,8 @@ class ReduceOp(ABC):
             return torch.zeros(spec.numel, dtype=self.reduce_dtype, device=self._device)
         if grad.stride() != spec.stride:
             grad = torch.empty_strided(spec.shape, spec.stride, dtype=grad.dtype, device=self._device).copy_(grad)
-        return grad.as_strided((spec.numel,), (1,)).to(self.reduce_dtype)
+        flat = grad.as_strided((grad.numel(),), (1,))
+        return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).to(self.reduce_dtype)
 
     def _copy_in(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The packed gradients as pieces laid rank after rank, (sum(piece_numels),) `reduce_dtype`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_strategy.engine.unit import UnitParam
@@ -24,7 +24,7 @@ def _wrap(value: Any, like: DTensor) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != like._local_tensor.shape:
         return value
     return DTensor.from_local(
-        value, like.device_mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_strategy.engine.layout import plan_span
 from fsdp_strategy.engine.mesh import ShardMesh
@@ -27,7 +27,12 @@ class _SpanGrads:
     op: ReduceOp
     buffer: Tensor  # (shard_numel,) the parameters' own dtype
     views: list[DTensor]  # per trainable parameter, over `buffer`
-    locals: list[tuple[tuple[int, ...], tuple[int, ...], int]]  # size, stride and start of each in the shard
+
+    def rows_in(self, flat: Tensor, position: int) -> Tensor:
+        """The rows of one trainable parameter as a view of a (shard_numel,) buffer."""
+        layout = self.op.layout
+        first, last = layout.shard_rows[position]
+        return layout.params[position].view_rows(flat, layout.shard_starts[position], last - first)
 
 
 @dataclass(slots=True)
@@ -76,19 +81,10 @@ class Reducer:
             self._ledger.free("sharded_grad", old.buffer.nbytes)
         buffer = torch.zeros(layout.shard_numel, dtype=span.shard.dtype, device=mesh.device)
         self._ledger.allocate("sharded_grad", buffer.nbytes)
-        places = [
-            (tuple(param.local.shape), tuple(param.local.stride()), start)
-            for param, start in zip(params, layout.shard_starts, strict=True)
-        ]
-        views = [
-            DTensor.from_local(
-                buffer.as_strided(*place), mesh.shard_axis, [Shard(0)], run_check=False,
-                shape=torch.Size(param.spec.shape), stride=param.spec.stride,
-            )
-            for param, place in zip(params, places, strict=True)
-        ]  # fmt: skip
         op = mesh.collectives.bind_reduce(layout, reduce_dtype=reduce_dtype, device=mesh.device)
-        return _SpanGrads(trainable, params, op, buffer, views, places)
+        plan = _SpanGrads(trainable, params, op, buffer, [])
+        plan.views += [mesh.show(param.spec, plan.rows_in(buffer, i)) for i, param in enumerate(params)]
+        return plan
 
     def start(self, unit: Unit) -> None:
         """Enqueue the reduction of the gradients that `unit` has on this rank; missing ones count as zero.
@@ -146,15 +142,15 @@ class Reducer:
             return
         else:
             total.div_(num_ranks)
-        for param, grad, view, place in zip(plan.params, present, plan.views, plan.locals, strict=True):
+        for position, (param, grad, view) in enumerate(zip(plan.params, present, plan.views, strict=True)):
             if grad is None:
                 self._was_none.add(param)
                 if any(other is not None for other in present):
-                    view._local_tensor.copy_(total.as_strided(*place))
+                    view._local_tensor.copy_(plan.rows_in(total, position))
                 param.sharded.grad = view
             else:  # a gradient that the user put there, or kept from an earlier backward
                 local = grad._local_tensor if isinstance(grad, DTensor) else grad
-                local.add_(total.as_strided(*place))
+                local.add_(plan.rows_in(total, position))
 
     def drop_missing(self, has_grad_anywhere: set[UnitParam]) -> None:
         """End of a backward: a parameter that got no gradient on any rank has None again."""

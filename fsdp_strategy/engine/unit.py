@@ -15,7 +15,6 @@ from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_strategy.engine.layout import ParamSpec, SpanLayout, align, plan_span
 from fsdp_strategy.engine.mesh import ShardMesh
@@ -219,23 +218,23 @@ def _shard_param(
     spec, (first, last) = layout.params[position], layout.shard_rows[position]
     full = _dense(site.param.detach()).to(mesh.device)
     mesh.collectives.broadcast(full)
-    shape = (last - first, *spec.shape[1:])
-    local = shard.as_strided(shape, spec.stride, layout.shard_starts[position])
-    local.copy_(full[first:last])
-    dtensor = DTensor.from_local(
-        local, mesh.shard_axis, [Shard(0)], run_check=False, shape=torch.Size(spec.shape), stride=spec.stride
-    )
-    sharded = nn.Parameter(dtensor, requires_grad=site.param.requires_grad)
+    local = spec.view_rows(shard, layout.shard_starts[position], last - first)
+    local.copy_(full if spec.is_replicated else full[first:last])
+    sharded = nn.Parameter(mesh.show(spec, local), requires_grad=site.param.requires_grad)
     sharded.__dict__.update(site.param.__dict__)  # marks that users put on parameters, read when grouping them
     for module, name in site.sites:
         module._parameters[name] = sharded
     site.param.data = torch.empty(0, dtype=site.param.dtype, device=site.param.device)
-    plain = nn.Parameter(unsharded)  # hooks are bound to it before `wait_for_unshard` sets what is trainable
+    # Hooks are bound to it before `wait_for_unshard` sets what is trainable.
+    plain = nn.Parameter(unsharded, requires_grad=unsharded.is_floating_point() or unsharded.is_complex())
     return UnitParam(spec.fqn, site.sites, spec, sharded, plain, local)
 
 
 def _plan(sites: list[ParamSites], param_dtype: torch.dtype, mesh: ShardMesh) -> SpanLayout:
-    specs = tuple(ParamSpec(s.fqn, tuple(s.param.shape), tuple(_dense(s.param.detach()).stride())) for s in sites)
+    specs = tuple(
+        ParamSpec(s.fqn, tuple(s.param.shape), tuple(_dense(s.param.detach()).stride()), s.param.is_complex())
+        for s in sites
+    )
     return plan_span(
         specs, param_dtype.itemsize, shard_world_size=mesh.shard_world_size, shard_rank=mesh.shard_rank,
         policy=mesh.collectives.policy,
@@ -248,7 +247,9 @@ def _shard_span(
 ) -> Span:  # fmt: skip
     """Bind a span to its region of the storage, which begins at element `start`, and move its parameters over."""
     unsharded = [
-        _view(storage, param_dtype, start + at, spec.shape, spec.stride, mesh.device)
+        _view(storage, param_dtype.to_complex(), (start + at) // 2, spec.shape, spec.stride, mesh.device)
+        if spec.is_complex
+        else _view(storage, param_dtype, start + at, spec.shape, spec.stride, mesh.device)
         for spec, at in zip(layout.params, layout.starts, strict=True)
     ]
     params = [_shard_param(site, i, layout, shard, unsharded[i], mesh) for i, site in enumerate(sites)]
@@ -270,7 +271,8 @@ def shard_unit(
     """
     by_dtype: dict[tuple[torch.dtype, torch.dtype], list[ParamSites]] = {}
     for site in plan.params:
-        by_dtype.setdefault((site.param.dtype, param_dtypes.get(site.fqn, site.param.dtype)), []).append(site)
+        dtype = site.param.dtype.to_real() if site.param.is_complex() else site.param.dtype
+        by_dtype.setdefault((dtype, param_dtypes.get(site.fqn, dtype)), []).append(site)
     with torch.inference_mode(False), torch.no_grad():
         layouts = [_plan(sites, param_dtype, mesh) for (_, param_dtype), sites in by_dtype.items()]
         shards = [
