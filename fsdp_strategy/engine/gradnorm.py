@@ -19,14 +19,14 @@ def local_grads(params: Iterable[Tensor], *, own_only: bool = False) -> list[Ten
     """
     grads = [param.grad for param in params if param.grad is not None]
     if own_only:
-        grads = [
-            grad
-            for grad in grads
-            if not (
-                isinstance(grad, DTensor) and grad.placements[0].is_replicate() and grad.device_mesh.get_local_rank()
-            )
-        ]
+        grads = [grad for grad in grads if not _is_another_ranks(grad)]
     return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+def _is_another_ranks(grad: Tensor) -> bool:
+    if not isinstance(grad, DTensor) or not grad.placements[0].is_replicate():
+        return False
+    return grad.device_mesh.get_local_rank() != 0
 
 
 @torch.no_grad()

@@ -131,6 +131,8 @@ class Hooks:
             module.register_forward_pre_hook(_PreForward(self, flow), prepend=True, with_kwargs=True)
             module.register_forward_hook(_PostForward(self, flow))
         for param in flow.unit.params:
+            if not param.unsharded.requires_grad:
+                continue  # of a dtype that has no gradient
             param.unsharded.register_post_accumulate_grad_hook(_Accumulated(self, flow))  # type: ignore[no-untyped-call]
         return readers
 

@@ -37,7 +37,7 @@ class LocalStep:
         self._locals: dict[Tensor, nn.Parameter] = {}
         with torch.inference_mode(False), torch.no_grad():
             for param in params:
-                self._locals[param.sharded] = nn.Parameter(param.local)
+                self._locals[param.sharded] = nn.Parameter(param.local, requires_grad=param.unsharded.requires_grad)
         self._lists: list[list[Tensor]] = []  # the visible lists while swapped
         self._visible_state: Any = None
         self._local_state: defaultdict[Tensor, Any] = defaultdict(dict)
