@@ -113,10 +113,10 @@ class RankedStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
-        _compat.reset_seed()
         self.set_world_ranks()
         self._check_num_ranks()
+        super().setup_environment()
+        _compat.reset_seed()
         if self._process_group_backend is None:
             self._process_group_backend = _compat._get_default_process_group_backend_for_device(self.root_device)
         assert self.cluster_environment is not None

@@ -69,7 +69,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, st
     Raises:
         RuntimeError: as `load_state_dict` does, naming missing and unexpected keys and shapes that differ.
     """
-    current = module.state_dict()
+    current: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     sharded = {}
     for fqn, value in state_dict.items():
         own = current.get(fqn)

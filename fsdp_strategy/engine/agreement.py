@@ -21,7 +21,7 @@ T = TypeVar("T")
 def describe(plans: Sequence[UnitPlan]) -> list[str]:
     """One line per parameter: all that decides which messages are sent and how large they are."""
     return [
-        f"`{site.fqn}` {tuple(site.param.shape)} {site.param.dtype} in "
+        f"`{site.fqn}` {tuple(site.param.shape)} {site.param.dtype}{'' if site.param.requires_grad else ' frozen'} in "
         + (f"unit `{plan.fqn}`" if plan.fqn else "the root unit")
         for plan in plans
         for site in plan.params

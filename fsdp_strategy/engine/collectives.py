@@ -26,12 +26,34 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class OneWayGroups:
+    """Point-to-point messages over two groups: one for messages to higher ranks, one for messages to lower ranks.
+
+    gloo locks a connection while it writes to it and spins on what arrives on it meanwhile. With a connection for each
+    direction nothing arrives where this rank writes: measured, a third less system time.
+    """
+
+    def __init__(self, upward: dist.ProcessGroup, downward: dist.ProcessGroup) -> None:
+        self._upward, self._downward = upward, downward
+        self._rank = dist.get_rank(upward)
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Start sending to a peer."""
+        group = self._upward if peer > self._rank else self._downward
+        return dist.isend(tensor, group=group, group_dst=peer, tag=tag)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Start receiving from a peer."""
+        group = self._downward if peer > self._rank else self._upward
+        return dist.irecv(tensor, group=group, group_src=peer, tag=tag)
+
+
 class GlooGather(GatherOp):
     """Point-to-point sends from the shard and receives into place."""
 
-    def __init__(self, layout: SpanLayout, unsharded: Tensor, group: dist.ProcessGroup, tag: int) -> None:
+    def __init__(self, layout: SpanLayout, unsharded: Tensor, groups: OneWayGroups, tag: int) -> None:
         super().__init__(layout, unsharded)
-        self._group, self._tag = group, tag
+        self._groups, self._tag = groups, tag
         self._peers = [peer for peer in range(layout.shard_world_size) if peer != layout.shard_rank]
         self._receives = [
             (unsharded.narrow(0, m.starts[peer], m.numels[peer]), peer, tag + i)
@@ -45,15 +67,15 @@ class GlooGather(GatherOp):
 
     def start(self, shard: Tensor) -> Pending:
         """Send this rank's pieces to every peer and receive theirs."""
-        group, tag, layout = self._group, self._tag, self.layout
+        groups, tag, layout = self._groups, self._tag, self.layout
         own = self._own_pieces(shard)
         pending = Pending(
-            [dist.irecv(view, group=group, group_src=peer, tag=message) for view, peer, message in self._receives],
+            [groups.receive(view, peer, message) for view, peer, message in self._receives],
             keep_alive=[shard],
         )
         for i, piece in enumerate(own):
             if piece.numel():
-                pending.sends += [dist.isend(piece, group=group, group_dst=peer, tag=tag + i) for peer in self._peers]
+                pending.sends += [groups.send(piece, peer, tag + i) for peer in self._peers]
         if layout.packed is not None:
             self._start_packed(shard, pending, tag + len(own))
         if own:
@@ -70,9 +92,9 @@ class GlooGather(GatherOp):
                 into.copy_(own)
                 continue
             if into.numel():
-                pending.works.append(dist.irecv(into, group=self._group, group_src=peer, tag=tag))
+                pending.works.append(self._groups.receive(into, peer, tag))
             if own.numel():
-                pending.sends.append(dist.isend(own, group=self._group, group_dst=peer, tag=tag))
+                pending.sends.append(self._groups.send(own, peer, tag))
         pending.finish = lambda: self._copy_out(pieces)
 
 
@@ -80,10 +102,10 @@ class GlooReduce(ReduceOp):
     """All-to-all from where autograd left the gradients, and a local sum in rank order (bit for bit repeatable)."""
 
     def __init__(
-        self, layout: SpanLayout, *, reduce_dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup, tag: int
+        self, layout: SpanLayout, *, reduce_dtype: torch.dtype, device: torch.device, groups: OneWayGroups, tag: int
     ) -> None:
         super().__init__(layout, reduce_dtype=reduce_dtype, device=device)
-        self._group, self._tag = group, tag
+        self._groups, self._tag = groups, tag
         self._peers = [peer for peer in range(layout.shard_world_size) if peer != layout.shard_rank]
         for peer in self._peers:
             numels = [m.numels[peer] for m in layout.direct]
@@ -117,13 +139,13 @@ class GlooReduce(ReduceOp):
 
     def _exchange(self, pieces: list[Tensor], into: Tensor, pending: Pending, tag: int) -> None:
         """Start one message to and from every peer; `into` is (N, own_numel)."""
-        group, rank = self._group, self.layout.shard_rank
+        groups, rank = self._groups, self.layout.shard_rank
         into[rank].copy_(pieces[rank])
         for peer in self._peers:
             if into.size(1):
-                pending.works.append(dist.irecv(into[peer], group=group, group_src=peer, tag=tag))
+                pending.works.append(groups.receive(into[peer], peer, tag))
             if pieces[peer].numel():
-                pending.sends.append(dist.isend(pieces[peer], group=group, group_dst=peer, tag=tag))
+                pending.sends.append(groups.send(pieces[peer], peer, tag))
         pending.keep_alive += pieces
 
 
@@ -283,9 +305,13 @@ class GlooCollectives(Collectives):
 
     policy = MessagePolicy(equal_pieces=False)
 
-    def __init__(self, *, device: torch.device, **groups: dist.ProcessGroup) -> None:
-        """See `Collectives`."""
+    def __init__(
+        self, *, downward_groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: torch.device, **groups: Any
+    ) -> None:
+        """See `Collectives`; `downward_groups` carry gathers and reductions to lower ranks."""
         super().__init__(device=device, **groups)
+        self._gathers = OneWayGroups(self.gather_group, downward_groups[0])
+        self._reductions = OneWayGroups(self.reduce_group, downward_groups[1])
         self._next_tag = 1
 
     def _take_tags(self, layout: SpanLayout) -> int:
@@ -294,11 +320,11 @@ class GlooCollectives(Collectives):
         return tag
 
     def _make_gather(self, layout: SpanLayout, unsharded: Tensor) -> GatherOp:
-        return GlooGather(layout, unsharded, self.gather_group, self._take_tags(layout))
+        return GlooGather(layout, unsharded, self._gathers, self._take_tags(layout))
 
     def _make_reduce(self, layout: SpanLayout, *, reduce_dtype: torch.dtype, device: torch.device) -> ReduceOp:
         tag = self._take_tags(layout)
-        return GlooReduce(layout, reduce_dtype=reduce_dtype, device=device, group=self.reduce_group, tag=tag)
+        return GlooReduce(layout, reduce_dtype=reduce_dtype, device=device, groups=self._reductions, tag=tag)
 
 
 class NativeCollectives(Collectives):

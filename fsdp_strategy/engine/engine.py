@@ -100,7 +100,8 @@ class FullyShardedEngine:
         self._is_implicit = False
         self._hooks = Hooks(
             module, self.units, self._order, self._ledger,
-            begin=self._begin_if_none, forward_done=self._forward_done, end_backward=self._end_backward,
+            begin=self._begin_if_none, forward_done=self._forward_done, backward_starts=self._backward_starts,
+            end_backward=self._end_backward,
         )  # fmt: skip
         self._live.add(self)
 
@@ -214,10 +215,14 @@ class FullyShardedEngine:
         if self._is_implicit:
             self.end()
 
+    def _backward_starts(self) -> None:
+        self._reducer.in_backward = True
+
     def _end_backward(self) -> None:
         """The outermost backward has ended: gradients are final when this returns."""
         self._reshard_all(keep_root=True)
         self._order.close_round()
+        self._reducer.in_backward = False
         self._reshard_all()
         if self._is_implicit:
             self.end()

@@ -94,7 +94,8 @@ class Hooks:
 
     def __init__(
         self, root: nn.Module, units: Sequence[Unit], order: CollectiveOrder, ledger: Ledger, *,
-        begin: Callable[[], None], forward_done: Callable[[], None], end_backward: Callable[[], None],
+        begin: Callable[[], None], forward_done: Callable[[], None], backward_starts: Callable[[], None],
+        end_backward: Callable[[], None],
     ) -> None:  # fmt: skip
         """Bind the hooks; the callbacks belong to the engine.
 
@@ -105,10 +106,12 @@ class Hooks:
             ledger: told of the hooks.
             begin: a forward starts while no iteration is open.
             forward_done: the outermost hooked module has returned and autograd has not recorded it.
+            backward_starts: the outermost backward has reached its first unit.
             end_backward: the outermost backward has ended.
         """
         self.order, self._ledger = order, ledger
-        self._begin, self._forward_done, self._end_backward = begin, forward_done, end_backward
+        self._begin, self._forward_done = begin, forward_done
+        self._backward_starts, self._end_backward = backward_starts, end_backward
         self.flows = [UnitFlow(unit) for unit in units]
         self.root_flow = next((flow for flow in self.flows if flow.unit.is_root), None)
         self.depth = 0  # nested hooked modules
@@ -158,6 +161,8 @@ class Hooks:
             self._ledger.event("pre_forward", flow.unit.fqn)
         if flow.unit.state is not UnitState.UNSHARDED:
             self.order.unshard(flow.unit)
+        elif not is_recompute:
+            flow.unit.sync_requires_grad()
         if flow.unit.is_root or is_recompute or not torch.is_grad_enabled():
             return
         nodes = {t.grad_fn for t in (*tensors_in(args), *tensors_in(kwargs)) if t.grad_fn is not None}
@@ -224,6 +229,7 @@ class Hooks:
         """Gather the unit for its backward."""
         if not self._is_end_queued:
             self._is_end_queued = True
+            self._backward_starts()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         if not flow.in_backward:
             flow.in_backward = True

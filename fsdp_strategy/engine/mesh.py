@@ -46,13 +46,18 @@ class ShardMesh:
         self.shard_axis: DeviceMesh = self.mesh[SHARD_AXIS]
         backend = dist.get_backend(self.shard_axis.get_group())
         control_backend = "fake" if backend == "fake" else "gloo"
-        groups = {
-            "gather_group": self.shard_axis.get_group(),
-            "reduce_group": dist.new_group(timeout=timeout),
-            "control_group": dist.new_group(timeout=timeout, backend=control_backend),
-        }
-        native = backend != "gloo" if native is None else native
-        self.collectives: Collectives = (NativeCollectives if native else GlooCollectives)(device=device, **groups)
+        gather_group, reduce_group = self.shard_axis.get_group(), dist.new_group(timeout=timeout)
+        control_group = dist.new_group(timeout=timeout, backend=control_backend)
+        self.collectives: Collectives
+        if backend != "gloo" if native is None else native:
+            self.collectives = NativeCollectives(
+                device=device, gather_group=gather_group, reduce_group=reduce_group, control_group=control_group
+            )
+            return
+        self.collectives = GlooCollectives(
+            device=device, gather_group=gather_group, reduce_group=reduce_group, control_group=control_group,
+            downward_groups=(dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)),
+        )  # fmt: skip
 
     def show(self, spec: ParamSpec, local: Tensor) -> DTensor:
         """This rank's rows of a parameter, or of something of its shape, as the DTensor that users see."""

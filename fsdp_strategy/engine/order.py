@@ -50,6 +50,7 @@ class CollectiveOrder:
         self._params: list[UnitParam] = [param for unit in units for param in unit.params]
         self._schedules: dict[str, Schedule] = {}
         self._num_drops: dict[str, int] = {}
+        self._is_abandoned = False
         self._reset_iteration()
 
     # -- iterations ---------------------------------------------------------------------------------------------------
@@ -71,6 +72,8 @@ class CollectiveOrder:
 
     def begin(self, kind: str) -> None:
         """Start an iteration; iterations of one kind share a schedule. Meets all ranks."""
+        if self._is_abandoned:
+            self._drain()
         self._reset_iteration(kind)
         self._negotiate(_BEGIN)
 
@@ -167,6 +170,14 @@ class CollectiveOrder:
         for unit in self._units:
             unit.abandon()
         self._reset_iteration()
+        self._is_abandoned = True
+
+    def _drain(self) -> None:
+        """Wait for what was in flight when an iteration was abandoned: memory that is still written is not reused."""
+        self._reducer.drain()
+        for unit in self._units:
+            unit.drain()
+        self._is_abandoned = False
 
     # -- following ----------------------------------------------------------------------------------------------------
 
@@ -225,7 +236,7 @@ class CollectiveOrder:
                 self._serve(code, mine=code == request)
             elif code == _DONE and request == _DONE:
                 anywhere = {param for param, flag in zip(self._params, highest[3:].tolist(), strict=True) if flag}
-                self._reducer.drop_missing(anywhere)
+                self._reducer.settle(anywhere)
             if code == request or (request == _IDLE and code == _BEGIN):
                 return code
 

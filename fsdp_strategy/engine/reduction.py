@@ -53,6 +53,10 @@ class Reducer:
         self._in_flight: _InFlight | None = None
         self.has_grad: set[UnitParam] = set()  # got a gradient on this rank in this backward
         self._was_none: set[UnitParam] = set()  # had no sharded gradient before this backward
+        # Whether this rank is in its backward. Until then the user may still zero the gradients of the last step, so
+        # what other ranks reduce meanwhile is held back.
+        self.in_backward = False
+        self._held: list[tuple[_SpanGrads, Tensor]] = []
 
     def reduce_dtype(self, span: Span) -> torch.dtype:
         """The dtype in which the gradients of the span are summed."""
@@ -99,6 +103,9 @@ class Reducer:
                 plan = self._plan(span)
                 if plan is None:
                     continue
+                for param in span.params:
+                    if param.unsharded.grad is not None and not param.sharded.requires_grad:
+                        param.unsharded.grad = None  # frozen after it was unsharded
                 grads = [param.unsharded.grad for param in plan.params]
                 for param, grad in zip(plan.params, grads, strict=True):
                     if grad is not None:
@@ -126,7 +133,10 @@ class Reducer:
             for plan, pending in flight.parts:
                 total = pending.wait()
                 assert total is not None
-                self._accumulate(plan, total)
+                if self.in_backward:
+                    self._accumulate(plan, total)
+                else:
+                    self._held.append((plan, total))
                 pending.wait_sent()
         self._ledger.free("reduce_buffer", flight.buffer_nbytes)
         self._ledger.free("unsharded_grad", flight.grad_nbytes)
@@ -152,8 +162,13 @@ class Reducer:
                 local = grad._local_tensor if isinstance(grad, DTensor) else grad
                 local.add_(plan.rows_in(total, position))
 
-    def drop_missing(self, has_grad_anywhere: set[UnitParam]) -> None:
-        """End of a backward: a parameter that got no gradient on any rank has None again."""
+    def settle(self, has_grad_anywhere: set[UnitParam]) -> None:
+        """All ranks are through: gradients are final, and None for parameters that got none on any rank."""
+        self.finish()
+        with torch.no_grad():
+            for plan, total in self._held:
+                self._accumulate(plan, total)
+        self._held.clear()
         for param in self._was_none:
             if param not in has_grad_anywhere:
                 param.sharded.grad = None
@@ -161,7 +176,13 @@ class Reducer:
         self.has_grad.clear()
 
     def abandon(self) -> None:
-        """After an exception: forget what is in flight."""
-        self._in_flight = None
+        """After an exception: the results of this backward no longer matter; `drain` waits for what is in flight."""
+        self._held.clear()
         self._was_none.clear()
         self.has_grad.clear()
+        self.in_backward = False
+
+    def drain(self) -> None:
+        """Wait for a reduction that was in flight when the iteration was abandoned, and drop it."""
+        self.finish()
+        self._held.clear()

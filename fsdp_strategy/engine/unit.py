@@ -148,11 +148,17 @@ class Unit:
         """Make the unsharded parameters readable on the current stream and show them in the modules."""
         self._finish_gather()
         self._move_to(UnitState.UNSHARDED)
-        for parameters, name, sharded, unsharded in self._swaps:
-            if unsharded.requires_grad != sharded.requires_grad:
-                unsharded.requires_grad_(sharded.requires_grad)
-                self.num_trainable = sum(param.sharded.requires_grad for param in self.params)
+        self.sync_requires_grad()
+        for parameters, name, _, unsharded in self._swaps:
             parameters[name] = unsharded
+
+    def sync_requires_grad(self) -> None:
+        """Make trainable, unsharded, what is trainable now: users freeze the parameters that they see."""
+        for param in self.params:
+            is_trainable = param.sharded.requires_grad
+            if param.unsharded.requires_grad != is_trainable:
+                param.unsharded.requires_grad_(is_trainable)
+                self.num_trainable = sum(param.sharded.requires_grad for param in self.params)
 
     def reshard(self) -> None:
         """Show the sharded parameters again and free the unsharded storage."""
@@ -180,15 +186,18 @@ class Unit:
         self._unsent.clear()
 
     def abandon(self) -> None:
-        """After an exception: go back to SHARDED from any state, without waiting for anybody."""
-        self._pending.clear()
-        self._unsent.clear()
-        if self._state is UnitState.GATHERING:
-            self._move_to(UnitState.UNSHARDED)
+        """After an exception: show the shards again, without waiting for anybody. What is in flight goes on."""
         if self._state is UnitState.UNSHARDED:
             self.reshard()
         for param in self.params:
             param.unsharded.grad = None
+
+    def drain(self) -> None:
+        """Wait for a gather that was in flight when the iteration was abandoned, and free what it brought."""
+        if self._state is UnitState.GATHERING:
+            self.wait_for_unshard()
+            self.reshard()
+        self.wait_sent()
 
     def owns_storage_of(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of the unsharded parameters, and so unreadable once they are freed."""
