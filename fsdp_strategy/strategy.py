@@ -25,7 +25,7 @@ from fsdp_strategy.checkpoint import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, LocalStep, ShardMesh
+from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, LocalStep, ShardMesh, restore
 from fsdp_strategy.foreign_arguments import meets_foreign_arguments
 from fsdp_strategy.precision import ShardedPrecision, shard_precision
 from fsdp_strategy.ranks import RankedStrategy, StartMethod
@@ -167,9 +167,7 @@ class FullyShardedStrategy(RankedStrategy):
             if self._layer_sync is not None:
                 self._layer_sync.apply(self.lightning_module)
             self.precision_plugin.convert_module(self.lightning_module)
-            param_dtypes = self.precision_plugin.param_dtypes(self.lightning_module)
-            config = dataclasses.replace(self._config, param_dtypes=param_dtypes)
-            self._engine = FullyShardedEngine(self.lightning_module, self._mesh, config)
+            self._engine = self._make_engine()
         self.precision_plugin.attach(self._engine)
         self.model = self.lightning_module
         self.model_to_device()
@@ -180,6 +178,19 @@ class FullyShardedStrategy(RankedStrategy):
             _compat._optimizers_to_device(self.optimizers, self.root_device)
         if trainer.state.fn == _compat.TrainerFn.PREDICTING:
             JoinPrediction.put_first(trainer)
+
+    def _make_engine(self) -> FullyShardedEngine:
+        """Shard the module, or go on with the engine that shards it for another strategy."""
+        assert self.lightning_module is not None
+        assert self._mesh is not None
+        param_dtypes = self.precision_plugin.param_dtypes(self.lightning_module)
+        config = dataclasses.replace(self._config, param_dtypes=param_dtypes)
+        for engine in FullyShardedEngine.live():
+            if engine.module is self.lightning_module:
+                if engine.config == config and engine.mesh.is_alive:
+                    return engine
+                restore(engine)
+        return FullyShardedEngine(self.lightning_module, self._mesh, config)
 
     @override
     def model_to_device(self) -> None:

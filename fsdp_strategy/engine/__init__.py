@@ -1,7 +1,7 @@
 """The FSDP engine, torch only: usable without Lightning."""
 
 from fsdp_strategy.engine.engine import EngineConfig, FullyShardedEngine
-from fsdp_strategy.engine.full_params import find_engine, unshard
+from fsdp_strategy.engine.full_params import find_engine, restore, unshard
 from fsdp_strategy.engine.mesh import ShardMesh
 from fsdp_strategy.engine.optimizer import LocalStep
 from fsdp_strategy.engine.recorder import Event, Recorder
@@ -19,5 +19,6 @@ __all__ = [
     "UnitState",
     "find_engine",
     "find_units",
+    "restore",
     "unshard",
 ]

@@ -206,6 +206,11 @@ class FullyShardedEngine:
         finally:
             self._hooks.is_suspended = False
 
+    def forget_module(self) -> None:
+        """Take the hooks off; the caller has given the module other parameters. See `restore`."""
+        self._hooks.remove()
+        self._live.discard(self)
+
     def _begin_if_none(self) -> None:
         if self._iteration is None:
             self.begin("forward" if torch.is_grad_enabled() else "forward without gradients")

@@ -49,6 +49,26 @@ def _write_back(engine: FullyShardedEngine, param: UnitParam, full: Tensor) -> N
     param.local.copy_(full if param.spec.is_replicated else full[first:last])
 
 
+@torch.no_grad()
+def restore(engine: FullyShardedEngine) -> None:
+    """Undo the sharding: the module has whole plain parameters again and is called without the engine. Collective.
+
+    Raises:
+        RuntimeError: if the process group that the parameters were sharded over is gone.
+    """
+    if not engine.mesh.is_alive:
+        raise RuntimeError(
+            f"Expected the process group over which {type(engine.module).__name__} was sharded, got a new one. Its "
+            "parameters lie on ranks that can no longer be reached: load them from a checkpoint into a new module."
+        )
+    engine.end()
+    for param in engine.params:
+        whole = nn.Parameter(_gather(engine, param), requires_grad=param.sharded.requires_grad)
+        for owner, name in param.sites:
+            owner._parameters[name] = whole
+    engine.forget_module()
+
+
 @contextmanager
 def unshard(module: nn.Module, *, write: bool = False) -> Iterator[None]:
     """Inside the block, `module` and its submodules show whole plain parameters in their own dtype. Collective.

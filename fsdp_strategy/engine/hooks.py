@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_strategy.engine.order import CollectiveOrder
 from fsdp_strategy.engine.recorder import Ledger
@@ -49,7 +50,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 class UnitFlow:
     """Where the compute of one unit stands: its calls in forward, what has passed in backward."""
 
-    __slots__ = ("depth", "in_backward", "keep", "num_arrived", "num_calls", "num_passed", "unit")
+    __slots__ = ("depth", "in_backward", "is_reduced", "keep", "num_arrived", "num_calls", "num_passed", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -63,6 +64,7 @@ class UnitFlow:
         self.in_backward = False
         self.num_arrived = 0  # gradients accumulated since the last reduction
         self.num_passed = 0
+        self.is_reduced = False
 
     def forget_calls(self) -> None:
         """The graph is gone: ready for the next forward."""
@@ -118,21 +120,22 @@ class Hooks:
         self.is_suspended = False  # modules are called with whole parameters that are not ours
         self._is_end_queued = False
         self._warned: set[str] = set()
+        self._handles: list[RemovableHandle] = []
         bound: set[nn.Module] = set()
         for flow in self.flows:
             bound |= self._bind(flow)
         for module in root.modules():
             if module not in bound and (module is root or any(child in bound for child in module.modules())):
-                module.register_forward_pre_hook(_Enter(self), prepend=True)
-                module.register_forward_hook(_Leave(self))
+                self._handles.append(module.register_forward_pre_hook(_Enter(self), prepend=True))
+                self._handles.append(module.register_forward_hook(_Leave(self)))
 
     def _bind(self, flow: UnitFlow) -> set[nn.Module]:
         readers = {flow.unit.module}
         if flow.unit.is_root:  # its parameters are read by modules all over the tree, which may be called directly
             readers |= {module for param in flow.unit.params for module, _ in param.sites}
         for module in readers:
-            module.register_forward_pre_hook(_PreForward(self, flow), prepend=True, with_kwargs=True)
-            module.register_forward_hook(_PostForward(self, flow))
+            before = module.register_forward_pre_hook(_PreForward(self, flow), prepend=True, with_kwargs=True)
+            self._handles += [before, module.register_forward_hook(_PostForward(self, flow))]
         for param in flow.unit.params:
             if not param.unsharded.requires_grad:
                 continue  # of a dtype that has no gradient
@@ -155,7 +158,9 @@ class Hooks:
     def pre_forward(self, flow: UnitFlow, args: Any, kwargs: Any) -> None:
         """Gather the unit if it is not there, and watch its inputs for the end of its backward."""
         is_recompute = in_backward()
-        if not is_recompute:
+        if is_recompute:
+            self._recompute_starts()
+        else:
             self.enter()
             flow.depth += 1
             self._ledger.event("pre_forward", flow.unit.fqn)
@@ -169,6 +174,18 @@ class Hooks:
         flow.num_calls += 1
         for node in nodes:
             self._node_hook(node).calls.append(flow)
+
+    def _recompute_starts(self) -> None:
+        """Activation checkpointing runs a unit again within backward.
+
+        Re-entrant checkpoints run a backward of their own for each recomputed stretch. The first recomputation belongs
+        to the outermost backward, whose end is the one to wait for; at every further one the stretch before is through.
+        """
+        self._begin()
+        self._expect_end_of_backward()
+        for flow in self.flows:
+            if flow.is_reduced and not flow.num_calls and not flow.keep and flow.unit.state is UnitState.UNSHARDED:
+                flow.unit.reshard()
 
     def post_forward(self, flow: UnitFlow, output: Any) -> None:
         """Watch the outputs for the start of the unit's backward, and free the unit."""
@@ -227,15 +244,18 @@ class Hooks:
 
     def pre_backward(self, flow: UnitFlow) -> None:
         """Gather the unit for its backward."""
-        if not self._is_end_queued:
-            self._is_end_queued = True
-            self._backward_starts()
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        self._expect_end_of_backward()
         if not flow.in_backward:
             flow.in_backward = True
             self._ledger.event("pre_backward", flow.unit.fqn)
         if flow.unit.state is not UnitState.UNSHARDED:
             self.order.unshard(flow.unit)
+
+    def _expect_end_of_backward(self) -> None:
+        if not self._is_end_queued:
+            self._is_end_queued = True
+            self._backward_starts()
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def grad_accumulated(self, flow: UnitFlow, param: Tensor) -> None:
         """One gradient has arrived; with the last one the unit is reduced."""
@@ -259,12 +279,18 @@ class Hooks:
     def post_backward(self, flow: UnitFlow) -> None:
         """Reduce the unit's gradients."""
         flow.num_arrived = 0
+        flow.is_reduced = True
         self._ledger.event("post_backward", flow.unit.fqn)
         self.order.reduce(flow.unit)
 
     def _backward_ended(self) -> None:
         self._is_end_queued = False
         self._end_backward()
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
 
     def reset(self) -> None:
         """After an exception: as if nothing had been called."""

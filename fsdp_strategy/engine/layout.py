@@ -187,7 +187,7 @@ def plan_span(
         policy: what the collectives backend asks for.
     """
     is_direct = [_is_direct(spec, itemsize, shard_world_size, policy) for spec in params]
-    # Direct parameters first. Packed shards follow each other without gaps; complex ones first keeps their pairs aligned.
+    # Direct parameters first. Packed shards follow each other without gaps; complex ones first, so that pairs align.
     order = sorted(range(len(params)), key=lambda i: (not is_direct[i], not params[i].is_complex))
     starts, shard_starts, direct = [0] * len(params), [0] * len(params), []
     rows = [spec.bounds(shard_world_size, shard_rank) for spec in params]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp_strategy.engine.allocator import keep_freed_memory
 from fsdp_strategy.engine.collectives import Collectives, GlooCollectives, NativeCollectives
 from fsdp_strategy.engine.layout import ParamSpec
 
@@ -39,6 +40,8 @@ class ShardMesh:
             raise RuntimeError(
                 "Expected an initialised process group, got none. Call torch.distributed.init_process_group first."
             )
+        if device.type == "cpu":
+            keep_freed_memory()
         self.device = device
         self.mesh: DeviceMesh = init_device_mesh(
             device.type, (1, dist.get_world_size()), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS)
@@ -65,6 +68,14 @@ class ShardMesh:
         return DTensor.from_local(
             local, self.shard_axis, [placement], run_check=False, shape=torch.Size(spec.shape), stride=spec.stride
         )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process groups still exist."""
+        try:
+            return dist.get_rank(self.shard_axis.get_group()) >= 0
+        except (RuntimeError, ValueError):
+            return False
 
     @property
     def shard_rank(self) -> int:
