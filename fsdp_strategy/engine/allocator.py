@@ -1,7 +1,7 @@
 """Keep freed CPU memory in the process.
 
-A unit's storage is freed and allocated again several times per step. glibc maps blocks of a few megabytes anew each time
-and gives them back when freed, so that every refill faults all pages in again: measured with units of 12 MiB, 26,000 to
+A unit's storage is freed and allocated again several times per step. glibc maps blocks of a few megabytes anew each
+time and gives them back when freed, so that every refill faults all pages in again: measured with units of 12 MiB, 26,000 to
 31,000 page faults a step without this, under 1,000 with it, and a fifth less system time.
 """
 
@@ -28,4 +28,5 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     is_trim_set = mallopt(_M_TRIM_THRESHOLD, _LARGEST_TRIM_THRESHOLD_NBYTES) == 1
-    return mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD_NBYTES) == 1 and is_trim_set
+    is_mmap_set = mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD_NBYTES) == 1
+    return bool(is_trim_set and is_mmap_set)
