@@ -244,7 +244,8 @@ class FullyShardedStrategy(RankedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         self.engine.begin("training")
-        output = super().training_step(*args, **kwargs)
+        with self.engine.step():
+            output = super().training_step(*args, **kwargs)
         if not self.lightning_module.automatic_optimization or output is None:
             self.engine.end()
         return output

@@ -86,7 +86,9 @@ class FullyShardedEngine:
         plans = run_on_all_or_none(collectives, self._plan, f"cannot shard {type(module).__name__}")
         check_equal_models(collectives, plans)
         self._ledger = Ledger()
-        self._replaced_params = {id(site.param): (site.fqn, site.param) for plan in plans for site in plan.params}
+        self._replaced_params: dict[int, tuple[str, Tensor]] = {
+            id(site.param): (site.fqn, site.param) for plan in plans for site in plan.params
+        }
         self.units: list[Unit] = [
             shard_unit(plan, index, mesh, self._ledger, self.config.param_dtypes) for index, plan in enumerate(plans)
         ]
@@ -173,7 +175,8 @@ class FullyShardedEngine:
         """`begin` and `end` around a block; after an exception, `abandon`."""
         self.begin(kind)
         try:
-            yield
+            with self.step():
+                yield
         except BaseException:
             self.abandon()
             raise
@@ -183,6 +186,16 @@ class FullyShardedEngine:
         """This rank has no more iterations of the kind: take part in the others' until none has any."""
         self.end()
         self._order.join_while_others_run(kind)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside the block, parameters may be used anywhere: those not unsharded are gathered when they are used."""
+        self._hooks.is_step = True
+        try:
+            yield
+        finally:
+            self._hooks.is_step = False
+            self._hooks.free_accessed()
 
     def watch_loss(self, loss: Tensor) -> None:
         """Call before `loss.backward()` where recomputation may nest graphs: its end is the end of this graph."""

@@ -17,7 +17,8 @@ def local_grads(params: Iterable[Tensor], *, own_only: bool = False) -> list[Ten
 
     `own_only` leaves replicated gradients (of 0-d parameters) to rank 0, so that all ranks together have each once.
     """
-    grads = [param.grad for param in params if param.grad is not None]
+    with torch._C.DisableTorchFunctionSubclass():
+        grads = [param.grad for param in params if param.grad is not None]
     if own_only:
         grads = [grad for grad in grads if not _is_another_ranks(grad)]
     return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_strategy.engine.order import CollectiveOrder
 from fsdp_strategy.engine.recorder import Ledger
-from fsdp_strategy.engine.unit import Unit, UnitState
+from fsdp_strategy.engine.unit import Unit, UnitParam, UnitState
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +118,8 @@ class Hooks:
         self.root_flow = next((flow for flow in self.flows if flow.unit.is_root), None)
         self.depth = 0  # nested hooked modules
         self.is_suspended = False  # modules are called with whole parameters that are not ours
+        self.is_step = False  # a step of the caller runs, in which parameters may be used anywhere
+        self._accessed: UnitFlow | None = None
         self._is_end_queued = False
         self._warned: set[str] = set()
         self._handles: list[RemovableHandle] = []
@@ -137,6 +139,8 @@ class Hooks:
             before = module.register_forward_pre_hook(_PreForward(self, flow), prepend=True, with_kwargs=True)
             self._handles += [before, module.register_forward_hook(_PostForward(self, flow))]
         for param in flow.unit.params:
+            param.sharded.__dict__["_owner"] = _Owner(self, flow, param)
+        for param in flow.unit.params:
             if not param.unsharded.requires_grad:
                 continue  # of a dtype that has no gradient
             param.unsharded.register_post_accumulate_grad_hook(_Accumulated(self, flow))  # type: ignore[no-untyped-call]
@@ -148,6 +152,32 @@ class Hooks:
         """A module that holds units is called."""
         self._begin()
         self.depth += 1
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether models compute now: a hooked module is being called, a step runs, or autograd does."""
+        return not self.is_suspended and (self.depth > 0 or self.is_step or in_backward())
+
+    def access(self, flow: UnitFlow, param: UnitParam) -> Tensor:
+        """The whole parameter for a use outside its unit's forward; a copy, since the unit is freed soon.
+
+        The unit stays unsharded, though not shown, until another one is needed: its other parameters may be next.
+        """
+        self._begin()
+        if flow.unit.state is not UnitState.UNSHARDED:
+            self.free_accessed()
+            self.order.unshard(flow.unit)
+            flow.unit.hide()
+            self._accessed = flow
+        flow.unit.sync_requires_grad()
+        return param.unsharded.clone().to(param.local.dtype)
+
+    def free_accessed(self) -> None:
+        """Free the unit that was gathered for an access, if it is not computing by now."""
+        flow, self._accessed = self._accessed, None
+        if flow is not None and flow.unit.state is UnitState.UNSHARDED and not flow.unit.is_shown:
+            flow.unit.reshard()
+            self.order.prefetch()
 
     def leave(self, needs_backward: bool) -> None:
         """A module that holds units has returned."""
@@ -164,10 +194,12 @@ class Hooks:
             self.enter()
             flow.depth += 1
             self._ledger.event("pre_forward", flow.unit.fqn)
+        if self._accessed is not None and self._accessed is not flow:
+            self.free_accessed()
         if flow.unit.state is not UnitState.UNSHARDED:
             self.order.unshard(flow.unit)
-        elif not is_recompute:
-            flow.unit.sync_requires_grad()
+        elif not is_recompute or not flow.unit.is_shown:
+            flow.unit.show()
         if flow.unit.is_root or is_recompute or not torch.is_grad_enabled():
             return
         nodes = {t.grad_fn for t in (*tensors_in(args), *tensors_in(kwargs)) if t.grad_fn is not None}
@@ -245,6 +277,8 @@ class Hooks:
     def pre_backward(self, flow: UnitFlow) -> None:
         """Gather the unit for its backward."""
         self._expect_end_of_backward()
+        if self._accessed is not None:
+            self.free_accessed()
         if not flow.in_backward:
             flow.in_backward = True
             self._ledger.event("pre_backward", flow.unit.fqn)
@@ -259,6 +293,7 @@ class Hooks:
 
     def grad_accumulated(self, flow: UnitFlow, param: Tensor) -> None:
         """One gradient has arrived; with the last one the unit is reduced."""
+        self._expect_end_of_backward()
         grad = param.grad
         assert grad is not None
         self._ledger.allocate("unsharded_grad", grad.nbytes)
@@ -295,9 +330,29 @@ class Hooks:
     def reset(self) -> None:
         """After an exception: as if nothing had been called."""
         self.depth = 0
-        self._is_end_queued = False
+        self.is_step = self._is_end_queued = False
+        self._accessed = None
         for flow in self.flows:
             flow.forget_calls()
+
+
+class _Owner:
+    """Answers a parameter that is used while it is sharded."""
+
+    __slots__ = ("flow", "hooks", "param")
+
+    def __init__(self, hooks: Hooks, flow: UnitFlow, param: UnitParam) -> None:
+        self.hooks, self.flow, self.param = hooks, flow, param
+
+    def is_computing(self) -> bool:
+        return self.hooks.is_computing
+
+    def gather(self) -> Tensor:
+        return self.hooks.access(self.flow, self.param)
+
+    def wrote(self, full: Tensor) -> None:
+        if self.flow.unit.state is UnitState.UNSHARDED:
+            self.param.unsharded.data.copy_(full)
 
 
 class _Enter:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_strategy.engine.allocator import keep_freed_memory
 from fsdp_strategy.engine.collectives import Collectives, GlooCollectives, NativeCollectives
 from fsdp_strategy.engine.layout import ParamSpec
+from fsdp_strategy.engine.sharded_tensor import ShardedTensor, show
 
 REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
 
@@ -62,11 +63,13 @@ class ShardMesh:
             downward_groups=(dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)),
         )  # fmt: skip
 
-    def show(self, spec: ParamSpec, local: Tensor) -> DTensor:
+    def show(self, spec: ParamSpec, local: Tensor) -> ShardedTensor:
         """This rank's rows of a parameter, or of something of its shape, as the DTensor that users see."""
         placement = Replicate() if spec.is_replicated else Shard(0)
-        return DTensor.from_local(
-            local, self.shard_axis, [placement], run_check=False, shape=torch.Size(spec.shape), stride=spec.stride
+        return show(
+            DTensor.from_local(
+                local, self.shard_axis, [placement], run_check=False, shape=torch.Size(spec.shape), stride=spec.stride
+            )
         )
 
     @property

@@ -79,9 +79,10 @@ class LocalStep:
         self._lists = [group["params"] for group in optimizer.param_groups]
         for group, visible in zip(optimizer.param_groups, self._lists, strict=True):
             local = [local_of[param] for param in visible]
-            for mine, param in zip(local, visible, strict=True):
-                grad = param.grad
-                mine.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
+            with torch._C.DisableTorchFunctionSubclass():
+                for mine, param in zip(local, visible, strict=True):
+                    grad = param.grad
+                    mine.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
             group["params"] = local
         self._visible_state = optimizer.state
         optimizer.state = self._local_state

@@ -98,7 +98,7 @@ class Reducer:
         self.finish()
         flight = _InFlight(unit, [], 0, 0)
         sent_numel = sent_nbytes = num_messages = 0
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for span in unit.spans:
                 plan = self._plan(span)
                 if plan is None:
@@ -129,7 +129,7 @@ class Reducer:
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for plan, pending in flight.parts:
                 total = pending.wait()
                 assert total is not None
@@ -165,7 +165,7 @@ class Reducer:
     def settle(self, has_grad_anywhere: set[UnitParam]) -> None:
         """All ranks are through: gradients are final, and None for parameters that got none on any rank."""
         self.finish()
-        with torch.no_grad():
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for plan, total in self._held:
                 self._accumulate(plan, total)
         self._held.clear()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from fsdp_strategy.engine.layout import ParamSpec, SpanLayout, align, plan_span
 from fsdp_strategy.engine.mesh import ShardMesh
 from fsdp_strategy.engine.operations import GatherOp, Pending
 from fsdp_strategy.engine.recorder import Ledger
+from fsdp_strategy.engine.sharded_tensor import ShardedTensor
 from fsdp_strategy.engine.units import ParamSites, UnitPlan
 
 
@@ -45,9 +47,16 @@ class UnitParam:
     fqn: str
     sites: list[tuple[nn.Module, str]]
     spec: ParamSpec
-    sharded: nn.Parameter  # DTensor Shard(0): what the optimizer, checkpoints and users see between steps
+    sharded: ShardedTensor  # DTensor Shard(0): what the optimizer, checkpoints and users see between steps
     unsharded: nn.Parameter  # plain leaf: what compute sees
     local: Tensor  # (rows, ...) view of the shard buffer; the DTensor's local tensor
+    rows: tuple[int, int]  # of this rank
+    version: int = 0  # of `unsharded` when it was gathered
+
+    def write_back(self) -> None:
+        """Keep this rank's rows of what was written to the unsharded parameter."""
+        full = self.unsharded.detach()
+        self.local.copy_(full if self.spec.is_replicated else full[self.rows[0] : self.rows[1]])
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +83,7 @@ class Unit:
         self._storage, self._storage_nbytes, self._ledger = storage, storage.nbytes(), ledger
         self._is_alias = is_alias
         self._state = UnitState.SHARDED
+        self.is_shown = False  # whether the modules show the unsharded parameters
         self._pending: list[Pending] = []
         self._unsent: list[Pending] = []
         self.num_trainable = sum(param.sharded.requires_grad for param in self.params)
@@ -148,23 +158,40 @@ class Unit:
         """Make the unsharded parameters readable on the current stream and show them in the modules."""
         self._finish_gather()
         self._move_to(UnitState.UNSHARDED)
+        for param in self.params:
+            param.version = param.unsharded._version
+        self.show()
+
+    def show(self) -> None:
+        """Show the unsharded parameters in the modules."""
         self.sync_requires_grad()
+        self.is_shown = True
         for parameters, name, _, unsharded in self._swaps:
             parameters[name] = unsharded
 
+    def hide(self) -> None:
+        """Show the sharded parameters in the modules; the unsharded ones stay readable."""
+        self.is_shown = False
+        for parameters, name, sharded, _ in self._swaps:
+            parameters[name] = cast("nn.Parameter", sharded)
+
     def sync_requires_grad(self) -> None:
         """Make trainable, unsharded, what is trainable now: users freeze the parameters that they see."""
-        for param in self.params:
-            is_trainable = param.sharded.requires_grad
-            if param.unsharded.requires_grad != is_trainable:
-                param.unsharded.requires_grad_(is_trainable)
-                self.num_trainable = sum(param.sharded.requires_grad for param in self.params)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.params:
+                is_trainable = param.sharded.requires_grad
+                if param.unsharded.requires_grad != is_trainable:
+                    param.unsharded.requires_grad_(is_trainable)
+                    self.num_trainable = sum(param.sharded.requires_grad for param in self.params)
 
     def reshard(self) -> None:
         """Show the sharded parameters again and free the unsharded storage."""
         self._move_to(UnitState.SHARDED)
-        for parameters, name, sharded, _ in self._swaps:
-            parameters[name] = sharded
+        self.hide()
+        for param in self.params:
+            if param.unsharded._version != param.version and not self._is_alias:  # edited in place by the user
+                with torch.no_grad():
+                    param.write_back()
         if not self._is_alias:
             self._storage.resize_(0)
             self._ledger.free("unsharded_param", self._storage_nbytes)
@@ -229,14 +256,16 @@ def _shard_param(
     mesh.collectives.broadcast(full)
     local = spec.view_rows(shard, layout.shard_starts[position], last - first)
     local.copy_(full if spec.is_replicated else full[first:last])
-    sharded = nn.Parameter(mesh.show(spec, local), requires_grad=site.param.requires_grad)
+    sharded = mesh.show(spec, local)
+    sharded.requires_grad_(site.param.requires_grad)
+    sharded._is_param = True
     sharded.__dict__.update(site.param.__dict__)  # marks that users put on parameters, read when grouping them
     for module, name in site.sites:
-        module._parameters[name] = sharded
+        module._parameters[name] = cast("nn.Parameter", sharded)
     site.param.data = torch.empty(0, dtype=site.param.dtype, device=site.param.device)
     # Hooks are bound to it before `wait_for_unshard` sets what is trainable.
     plain = nn.Parameter(unsharded, requires_grad=unsharded.is_floating_point() or unsharded.is_complex())
-    return UnitParam(spec.fqn, site.sites, spec, sharded, plain, local)
+    return UnitParam(spec.fqn, site.sites, spec, sharded, plain, local, (first, last))
 
 
 def _plan(sites: list[ParamSites], param_dtype: torch.dtype, mesh: ShardMesh) -> SpanLayout:
