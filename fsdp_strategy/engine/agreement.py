@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp_strategy.engine.collectives import Collectives
@@ -28,28 +29,39 @@ def describe(plans: Sequence[UnitPlan]) -> list[str]:
     ]
 
 
-def check_params(plans: Sequence[UnitPlan]) -> None:
-    """Raise on a parameter that cannot be sharded.
+def check_materialised(module: nn.Module) -> None:
+    """Raise on a parameter that has no values yet.
 
     Raises:
-        ValueError: for parameters on the meta device, uninitialised lazy ones, and boolean ones.
+        ValueError: for parameters on the meta device and uninitialised lazy ones.
     """
-    sites = [site for plan in plans for site in plan.params]
-    lazy = [site.fqn for site in sites if isinstance(site.param, UninitializedParameter)]
+    named = list(module.named_parameters())
+    lazy = [fqn for fqn, param in named if isinstance(param, UninitializedParameter)]
     if lazy:
         raise ValueError(
             f"Expected initialised parameters, got {len(lazy)} lazy ones, first `{lazy[0]}`. Run one forward on a "
             "batch before training starts, so that their shapes are known."
         )
-    on_meta = [site.fqn for site in sites if site.param.is_meta]
+    on_meta = [fqn for fqn, param in named if param.is_meta]
     if on_meta:
         raise ValueError(
             f"Expected materialised parameters, got {len(on_meta)} on the meta device, first `{on_meta[0]}`. Build the "
             "model without `torch.device('meta')`, or call `model.to_empty(device=...)` and reset its parameters."
         )
-    for site in sites:
-        if site.param.dtype == torch.bool:
-            raise ValueError(f"Expected numeric parameters, got `{site.fqn}` of torch.bool. Register it as a buffer.")
+
+
+def check_params(plans: Sequence[UnitPlan]) -> None:
+    """Raise on a parameter that cannot be sharded.
+
+    Raises:
+        ValueError: for boolean parameters.
+    """
+    for plan in plans:
+        for site in plan.params:
+            if site.param.dtype == torch.bool:
+                raise ValueError(
+                    f"Expected numeric parameters, got `{site.fqn}` of torch.bool. Register it as a buffer."
+                )
 
 
 def run_on_all_or_none(collectives: Collectives, check: Callable[[], T], what: str) -> T:

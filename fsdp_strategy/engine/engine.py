@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from fsdp_strategy.engine.agreement import check_equal_models, check_params, run_on_all_or_none
+from fsdp_strategy.engine.agreement import check_equal_models, check_materialised, check_params, run_on_all_or_none
 from fsdp_strategy.engine.hooks import Hooks
 from fsdp_strategy.engine.mesh import ShardMesh
 from fsdp_strategy.engine.order import CollectiveOrder
@@ -108,6 +108,7 @@ class FullyShardedEngine:
         self._live.add(self)
 
     def _plan(self) -> list[UnitPlan]:
+        check_materialised(self.module)
         plans = find_units(self.module, self.config.units)
         check_params(plans)
         if not plans:

@@ -9,15 +9,15 @@ has run by then, and the unsharded parameters may be freed. What neither event r
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_strategy.engine.flow import UnitFlow, in_backward, tensors_in
 from fsdp_strategy.engine.order import CollectiveOrder
 from fsdp_strategy.engine.recorder import Ledger
 from fsdp_strategy.engine.unit import Unit, UnitParam, UnitState
@@ -25,52 +25,6 @@ from fsdp_strategy.engine.unit import Unit, UnitParam, UnitState
 log = logging.getLogger(__name__)
 
 _NODE_KEY = "fsdp_strategy"
-
-
-def in_backward() -> bool:
-    """Whether autograd is running on this thread; a forward then is a recomputation of activation checkpointing."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for f in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, f.name, None))
-
-
-class UnitFlow:
-    """Where the compute of one unit stands: its calls in forward, what has passed in backward."""
-
-    __slots__ = ("depth", "in_backward", "is_reduced", "keep", "num_arrived", "num_calls", "num_passed", "unit")
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.depth = 0  # nested calls of the module
-        self.keep = unit.is_root  # stays unsharded until the round ends
-        self.num_calls = 0  # forward calls that a backward will pass
-        self.reset()
-
-    def reset(self) -> None:
-        """Ready for the next backward."""
-        self.in_backward = False
-        self.num_arrived = 0  # gradients accumulated since the last reduction
-        self.num_passed = 0
-        self.is_reduced = False
-
-    def forget_calls(self) -> None:
-        """The graph is gone: ready for the next forward."""
-        self.depth = self.num_calls = 0
-        self.keep = self.unit.is_root
-        self.reset()
 
 
 class _NodeHook:

@@ -104,8 +104,8 @@ class Reducer:
                 if plan is None:
                     continue
                 for param in span.params:
-                    if param.unsharded.grad is not None and not param.sharded.requires_grad:
-                        param.unsharded.grad = None  # frozen after it was unsharded
+                    if not param.sharded.requires_grad:
+                        unit.drop_grad(param)  # it was frozen after it was unsharded
                 grads = [param.unsharded.grad for param in plan.params]
                 for param, grad in zip(plan.params, grads, strict=True):
                     if grad is not None:

@@ -20,9 +20,10 @@ from fsdp_strategy.engine.layout import shard_bounds
 
 # Asks only about the tensor itself, or hands it on.
 _METADATA = frozenset({
-    "__deepcopy__", "__format__", "__hash__", "__len__", "__reduce_ex__", "__repr__", "_is_view", "backward", "data_ptr",
-    "dim", "element_size", "full_tensor", "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point",
-    "is_inference", "is_leaf", "is_pinned", "is_same_size", "is_set_to", "ndimension", "nelement", "numel",
+    "__deepcopy__", "__format__", "__hash__", "__len__", "__reduce_ex__", "__repr__", "_is_view", "backward",
+    "data_ptr", "dim", "element_size", "full_tensor", "get_device", "has_names", "is_complex", "is_contiguous",
+    "is_floating_point", "is_inference", "is_leaf", "is_pinned", "is_same_size", "is_set_to", "ndimension", "nelement",
+    "numel",
     "redistribute", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
     "storage_offset", "stride", "to_local", "type", "untyped_storage", "_has_compatible_shallow_copy_type",
 })  # fmt: skip
@@ -138,13 +139,11 @@ def _whole(value: Any) -> Any:
 
 
 def _finish(value: Any) -> Any:
-    """Reduce what is partial, read what is replicated, and keep watching what is sharded."""
+    """Reduce what is partial, and keep watching the rest."""
     if not isinstance(value, DTensor) or isinstance(value, ShardedTensor):
         return value
     if any(placement.is_partial() for placement in value.placements):
-        value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
-    if all(placement.is_replicate() for placement in value.placements):
-        return value.to_local()
+        return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim).to_local()
     return show(value)
 
 

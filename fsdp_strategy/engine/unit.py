@@ -217,6 +217,12 @@ class Unit:
         if self._state is UnitState.UNSHARDED:
             self.reshard()
         for param in self.params:
+            self.drop_grad(param)
+
+    def drop_grad(self, param: UnitParam) -> None:
+        """Let go of an unsharded gradient that is not to be reduced."""
+        if param.unsharded.grad is not None:
+            self._ledger.free("unsharded_grad", param.unsharded.grad.nbytes)
             param.unsharded.grad = None
 
     def drain(self) -> None:
