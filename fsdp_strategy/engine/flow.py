@@ -35,7 +35,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 class UnitFlow:
     """Where the compute of one unit stands: its calls in forward, what has passed in backward."""
 
-    __slots__ = ("depth", "in_backward", "is_reduced", "keep", "num_arrived", "num_calls", "num_passed", "unit")
+    __slots__ = (
+        "__weakref__",
+        "depth",
+        "in_backward",
+        "is_reduced",
+        "keep",
+        "num_arrived",
+        "num_calls",
+        "num_passed",
+        "unit",
+    )
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit

@@ -10,6 +10,7 @@ has run by then, and the unsharded parameters may be freed. What neither event r
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,8 +93,8 @@ class Hooks:
         for module in readers:
             before = module.register_forward_pre_hook(_PreForward(self, flow), prepend=True, with_kwargs=True)
             self._handles += [before, module.register_forward_hook(_PostForward(self, flow))]
-        for param in flow.unit.params:
-            param.sharded.__dict__["_owner"] = _Owner(self, flow, param)
+        for position, param in enumerate(flow.unit.params):
+            param.sharded.__dict__["_owner"] = _Owner(self, flow.unit.index, position)
         for param in flow.unit.params:
             if not param.unsharded.requires_grad:
                 continue  # of a dtype that has no gradient
@@ -291,22 +292,31 @@ class Hooks:
 
 
 class _Owner:
-    """Answers a parameter that is used while it is sharded."""
+    """Answers a parameter that is used while it is sharded. Does not keep the engine alive."""
 
-    __slots__ = ("flow", "hooks", "param")
+    __slots__ = ("hooks", "position", "unit_index")
 
-    def __init__(self, hooks: Hooks, flow: UnitFlow, param: UnitParam) -> None:
-        self.hooks, self.flow, self.param = hooks, flow, param
+    def __init__(self, hooks: Hooks, unit_index: int, position: int) -> None:
+        self.hooks, self.unit_index, self.position = weakref.ref(hooks), unit_index, position
+
+    def _find(self) -> tuple[Hooks, UnitFlow, UnitParam]:
+        hooks = self.hooks()
+        assert hooks is not None
+        flow = hooks.flows[self.unit_index]
+        return hooks, flow, flow.unit.params[self.position]
 
     def is_computing(self) -> bool:
-        return self.hooks.is_computing
+        hooks = self.hooks()
+        return hooks is not None and hooks.is_computing
 
     def gather(self) -> Tensor:
-        return self.hooks.access(self.flow, self.param)
+        hooks, flow, param = self._find()
+        return hooks.access(flow, param)
 
     def wrote(self, full: Tensor) -> None:
-        if self.flow.unit.state is UnitState.UNSHARDED:
-            self.param.unsharded.data.copy_(full)
+        _, flow, param = self._find()
+        if flow.unit.state is UnitState.UNSHARDED:
+            param.unsharded.data.copy_(full)
 
 
 class _Enter:
@@ -354,10 +364,15 @@ class _PostForward:
 
 
 class _Accumulated:
+    """Weak, because a cycle through a tensor's hooks is never collected."""
+
     __slots__ = ("flow", "hooks")
 
     def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
-        self.hooks, self.flow = hooks, flow
+        self.hooks, self.flow = weakref.ref(hooks), weakref.ref(flow)
 
     def __call__(self, param: Tensor) -> None:
-        self.hooks.grad_accumulated(self.flow, param)
+        hooks, flow = self.hooks(), self.flow()
+        assert hooks is not None
+        assert flow is not None
+        hooks.grad_accumulated(flow, param)
