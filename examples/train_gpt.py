@@ -52,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=16, help="windows in a batch of one rank")
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="directory for report.json and loss.png")
     parser.add_argument("--seed", type=int, default=0)

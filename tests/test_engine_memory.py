@@ -60,8 +60,13 @@ SHARD_SLACK_NBYTES = NUM_TENSORS * (4 * WIDTH + ALIGN_NBYTES)
 
 def _allocations(run: Callable[[], Any]) -> tuple[Any, list[int]]:
     """What `run` returns, and the bytes of every allocation (positive) and free (negative) meanwhile, in order."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        result = run()
+    gc.collect()
+    gc.disable()  # what earlier tests have left must not be freed meanwhile
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            result = run()
+    finally:
+        gc.enable()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     return result, [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 

@@ -39,16 +39,20 @@ FLOAT64_TOLERANCE = 1e-12
 every_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 
 
+def _net() -> Net:
+    return Net(num_blocks=2)
+
+
 def _train_sharded(
     optimizer: str, dtype: torch.dtype = torch.float32, native: bool | None = None, seed_per_rank: bool = False
 ) -> Trained:
-    model = seeded(Net, seed=dist.get_rank() if seed_per_rank else 0).to(dtype)
+    model = seeded(_net, seed=dist.get_rank() if seed_per_rank else 0).to(dtype)
     engine = shard(model, native=native)
     return train(model, rank_batches(engine, batches(NUM_STEPS, dtype)), optimizer)
 
 
 def _train_ddp(optimizer: str) -> Trained:
-    model = seeded(Net)
+    model = seeded(_net)
     data = [rows_of(batch, dist.get_rank(), dist.get_world_size()) for batch in batches(NUM_STEPS)]
     losses = train(DistributedDataParallel(model), data, optimizer).losses
     return snapshot(model, losses)
@@ -75,7 +79,7 @@ def runs(ranks: RankPool) -> Runs:
 
 @cache
 def _reference(optimizer: str) -> Trained:
-    return train(seeded(Net), batches(NUM_STEPS), optimizer)
+    return train(seeded(_net), batches(NUM_STEPS), optimizer)
 
 
 def _assert_losses_close(results: list[Trained], reference: Trained, tolerance: float) -> None:
@@ -94,7 +98,7 @@ def test_training_equals_one_process_on_the_joined_batch(runs: Runs, world_size:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_in_float64_only_rounding_is_left(ranks: RankPool, world_size: int) -> None:
-    reference = train(seeded(Net).double(), batches(NUM_STEPS, torch.float64), "adamw")
+    reference = train(seeded(_net).double(), batches(NUM_STEPS, torch.float64), "adamw")
     results = ranks.run(_train_sharded, world_size, "adamw", torch.float64)
     assert_close(join_params(results, reference), reference.params, FLOAT64_TOLERANCE)
     _assert_losses_close(results, reference, FLOAT64_TOLERANCE)
@@ -160,7 +164,7 @@ def test_the_buffers_of_rank_0_win(ranks: RankPool) -> None:
 
 def _train_with_evaluation(native: bool | None) -> tuple[Trained, list[Tensor]]:
     """Forwards without gradients before, between and after training steps."""
-    model = seeded(Net)
+    model = seeded(_net)
     engine = shard(model, native=native)
     optimizer = make_optimizer("sgd", model.parameters())
     (x, _) = batches(1, first=50)[0]
@@ -181,11 +185,11 @@ def _train_with_evaluation(native: bool | None) -> tuple[Trained, list[Tensor]]:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_forwards_without_gradients_do_not_change_training(ranks: RankPool, native: bool) -> None:
-    reference = train(seeded(Net), batches(4), "sgd")
+    reference = train(seeded(_net), batches(4), "sgd")
     results = ranks.run(_train_with_evaluation, 2, native)
     assert_close(join_params([result for result, _ in results], reference), reference.params, FLOAT32_TOLERANCE)
     with torch.no_grad():
-        first = seeded(Net)(batches(1, first=50)[0][0])
+        first = seeded(_net)(batches(1, first=50)[0][0])
     for _, seen in results:
         # The first evaluation has the initial parameters on every rank, so that not even rounding may differ.
         assert torch.equal(seen[0], first)

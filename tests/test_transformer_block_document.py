@@ -3,6 +3,9 @@
 The numbers are those of a worked example: 8 heads, a hidden layer of 2048, 12 blocks, rows cut into four.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,9 +91,19 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
+def _blank(build: Callable[[], nn.Module]) -> Any:
+    """A model of zeros: quick to make, where values do not matter."""
+    with torch.device("meta"):
+        model = build()
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    return model
+
+
 def _listed_shapes() -> tuple[dict[str, tuple[int, ...]], bool]:
     """Shard shapes of a listed block, and whether a training step leaves gradients of those shapes."""
-    block = seeded(ListedBlock)
+    block = _blank(ListedBlock)
     shard(nn.Sequential(block), units="ListedBlock")
     block(torch.ones(1, 2, WIDTH)).mean().backward()
     shapes = {fqn: tuple(param.to_local().shape) for fqn, param in block.named_parameters()}
@@ -128,7 +141,7 @@ def test_the_coded_block_has_3_152_384_parameters_and_a_rank_holds_a_quarter(ran
 
 def _visible() -> tuple[list[int], bool, list[tuple[str, bool, bool]]]:
     """Elements that this rank holds of every block, whether the class stayed, and names and kinds of parameters."""
-    model = seeded(lambda: Transformer(NUM_RUN))
+    model = _blank(lambda: Transformer(NUM_RUN))
     shard(model)
     seen = [(fqn, isinstance(p, DTensor), p.requires_grad) for fqn, p in model.named_parameters()]
     held = [sum(param.to_local().numel() for param in layer.parameters()) for layer in model.layers]
@@ -146,7 +159,7 @@ def test_the_model_keeps_its_class_and_its_names_and_shows_dtensors(ranks: RankP
 
 def _granularity(units: UnitPolicy, prefetch_limit: int) -> tuple[int, int, int, dict[str, int]]:
     """Peak unsharded bytes, gathers and elements sent in the forward, and elements per unit."""
-    model = seeded(Whole)
+    model = _blank(Whole)
     engine = shard(model, units=units, prefetch_limit=prefetch_limit)
     x = torch.ones(1, 2, WIDTH)
     with torch.no_grad():
@@ -219,7 +232,7 @@ def test_units_of_single_layers_of_twelve_blocks_are_many_and_small() -> None:
 
 def _mixed_frozen() -> tuple[list[str], list[str], int]:
     """Which parameters have gradients when a block mixes frozen and trainable ones, and elements reduced."""
-    model = seeded(lambda: Transformer(2))
+    model = _blank(lambda: Transformer(2))
     for name, param in model.named_parameters():
         param.requires_grad_("norm" in name or "in_proj" in name)
     engine = shard(model)
