@@ -10,7 +10,6 @@ has run by then, and the unsharded parameters may be freed. What neither event r
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_strategy.engine.bindings import Accumulated, Enter, Leave, Owner, PostForward, PreForward
 from fsdp_strategy.engine.flow import UnitFlow, in_backward, tensors_in
 from fsdp_strategy.engine.order import CollectiveOrder
 from fsdp_strategy.engine.recorder import Ledger
@@ -75,6 +75,7 @@ class Hooks:
         self.is_suspended = False  # modules are called with whole parameters that are not ours
         self.is_step = False  # a step of the caller runs, in which parameters may be used anywhere
         self._accessed: UnitFlow | None = None
+        self._creates_graph = False
         self._is_end_queued = False
         self._warned: set[str] = set()
         self._handles: list[RemovableHandle] = []
@@ -83,22 +84,22 @@ class Hooks:
             bound |= self._bind(flow)
         for module in root.modules():
             if module not in bound and (module is root or any(child in bound for child in module.modules())):
-                self._handles.append(module.register_forward_pre_hook(_Enter(self), prepend=True))
-                self._handles.append(module.register_forward_hook(_Leave(self)))
+                self._handles.append(module.register_forward_pre_hook(Enter(self), prepend=True))
+                self._handles.append(module.register_forward_hook(Leave(self)))
 
     def _bind(self, flow: UnitFlow) -> set[nn.Module]:
         readers = {flow.unit.module}
         if flow.unit.is_root:  # its parameters are read by modules all over the tree, which may be called directly
             readers |= {module for param in flow.unit.params for module, _ in param.sites}
         for module in readers:
-            before = module.register_forward_pre_hook(_PreForward(self, flow), prepend=True, with_kwargs=True)
-            self._handles += [before, module.register_forward_hook(_PostForward(self, flow))]
+            before = module.register_forward_pre_hook(PreForward(self, flow), prepend=True, with_kwargs=True)
+            self._handles += [before, module.register_forward_hook(PostForward(self, flow))]
         for position, param in enumerate(flow.unit.params):
-            param.sharded.__dict__["_owner"] = _Owner(self, flow.unit.index, position)
+            param.sharded.__dict__["_owner"] = Owner(self, flow.unit.index, position)
         for param in flow.unit.params:
             if not param.unsharded.requires_grad:
                 continue  # of a dtype that has no gradient
-            param.unsharded.register_post_accumulate_grad_hook(_Accumulated(self, flow))  # type: ignore[no-untyped-call]
+            param.unsharded.register_post_accumulate_grad_hook(Accumulated(self, flow))  # type: ignore[no-untyped-call]
         return readers
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ class Hooks:
         to the outermost backward, whose end is the one to wait for; at every further one the stretch before is through.
         """
         self._begin()
-        self._expect_end_of_backward()
+        self._expect_end_of_backward(creates_graph=False)
         for flow in self.flows:
             if flow.is_reduced and not flow.num_calls and not flow.keep and flow.unit.state is UnitState.UNSHARDED:
                 flow.unit.reshard()
@@ -231,7 +232,7 @@ class Hooks:
 
     def pre_backward(self, flow: UnitFlow) -> None:
         """Gather the unit for its backward."""
-        self._expect_end_of_backward()
+        self._expect_end_of_backward(creates_graph=torch.is_grad_enabled())
         if self._accessed is not None:
             self.free_accessed()
         if not flow.in_backward:
@@ -240,17 +241,21 @@ class Hooks:
         if flow.unit.state is not UnitState.UNSHARDED:
             self.order.unshard(flow.unit)
 
-    def _expect_end_of_backward(self) -> None:
+    def _expect_end_of_backward(self, *, creates_graph: bool) -> None:
         if not self._is_end_queued:
             self._is_end_queued = True
+            # The backward of a backward reads parameters in places that no hook of ours sees.
+            self._creates_graph = creates_graph
             self._backward_starts()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def grad_accumulated(self, flow: UnitFlow, param: Tensor) -> None:
         """One gradient has arrived; with the last one the unit is reduced."""
-        self._expect_end_of_backward()
+        self._expect_end_of_backward(creates_graph=torch.is_grad_enabled())
         grad = param.grad
         assert grad is not None
+        if grad.is_sparse:
+            grad = param.grad = grad.to_dense()  # shards are dense
         self._ledger.allocate("unsharded_grad", grad.nbytes)
         flow.num_arrived += 1
         if flow.num_arrived >= flow.unit.num_trainable:
@@ -263,7 +268,7 @@ class Hooks:
         flow.num_passed += 1
         if flow.num_arrived and flow.num_passed >= flow.num_calls:
             self.post_backward(flow)
-        if flow.unit.state is UnitState.UNSHARDED and not flow.keep:
+        if flow.unit.state is UnitState.UNSHARDED and not flow.keep and not self._creates_graph:
             flow.unit.reshard()
 
     def post_backward(self, flow: UnitFlow) -> None:
@@ -275,6 +280,11 @@ class Hooks:
 
     def _backward_ended(self) -> None:
         self._is_end_queued = False
+        if self._creates_graph:  # the round ends with the backward that runs through this one
+            for flow in self.flows:
+                flow.keep = True
+            self._creates_graph = False
+            return
         self._end_backward()
 
     def remove(self) -> None:
@@ -289,90 +299,3 @@ class Hooks:
         self._accessed = None
         for flow in self.flows:
             flow.forget_calls()
-
-
-class _Owner:
-    """Answers a parameter that is used while it is sharded. Does not keep the engine alive."""
-
-    __slots__ = ("hooks", "position", "unit_index")
-
-    def __init__(self, hooks: Hooks, unit_index: int, position: int) -> None:
-        self.hooks, self.unit_index, self.position = weakref.ref(hooks), unit_index, position
-
-    def _find(self) -> tuple[Hooks, UnitFlow, UnitParam]:
-        hooks = self.hooks()
-        assert hooks is not None
-        flow = hooks.flows[self.unit_index]
-        return hooks, flow, flow.unit.params[self.position]
-
-    def is_computing(self) -> bool:
-        hooks = self.hooks()
-        return hooks is not None and hooks.is_computing
-
-    def gather(self) -> Tensor:
-        hooks, flow, param = self._find()
-        return hooks.access(flow, param)
-
-    def wrote(self, full: Tensor) -> None:
-        _, flow, param = self._find()
-        if flow.unit.state is UnitState.UNSHARDED:
-            param.unsharded.data.copy_(full)
-
-
-class _Enter:
-    __slots__ = ("hooks",)
-
-    def __init__(self, hooks: Hooks) -> None:
-        self.hooks = hooks
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not in_backward() and not self.hooks.is_suspended:
-            self.hooks.enter()
-
-
-class _Leave:
-    __slots__ = ("hooks",)
-
-    def __init__(self, hooks: Hooks) -> None:
-        self.hooks = hooks
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not in_backward() and not self.hooks.is_suspended:
-            self.hooks.leave(any(tensor.grad_fn is not None for tensor in tensors_in(output)))
-
-
-class _PreForward:
-    __slots__ = ("flow", "hooks")
-
-    def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
-        self.hooks, self.flow = hooks, flow
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.hooks.is_suspended:
-            self.hooks.pre_forward(self.flow, args, kwargs)
-
-
-class _PostForward:
-    __slots__ = ("flow", "hooks")
-
-    def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
-        self.hooks, self.flow = hooks, flow
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.hooks.is_suspended:
-            self.hooks.post_forward(self.flow, output)
-
-
-class _Accumulated:
-    """Weak, because a cycle through a tensor's hooks is never collected."""
-
-    __slots__ = ("flow", "hooks")
-
-    def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
-        self.hooks, self.flow = weakref.ref(hooks), weakref.ref(flow)
-
-    def __call__(self, param: Tensor) -> None:
-        hooks, flow = self.hooks(), self.flow()
-        assert hooks is not None
-        assert flow is not None
-        hooks.grad_accumulated(flow, param)

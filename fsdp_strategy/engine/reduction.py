@@ -5,6 +5,7 @@ One reduction is in flight at a time: while it is, the gradients of the next uni
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ from fsdp_strategy.engine.mesh import ShardMesh
 from fsdp_strategy.engine.operations import Pending, ReduceOp
 from fsdp_strategy.engine.recorder import Ledger
 from fsdp_strategy.engine.unit import Span, Unit, UnitParam
+
+# Of a view in the list of views, seen by `sys.getrefcount` from a loop over it: list, loop variable, argument.
+_OWN_REFERENCES = 3
 
 
 @dataclass(slots=True)
@@ -146,6 +150,8 @@ class Reducer:
         present = [param.sharded.grad for param in plan.params]
         num_ranks = self._mesh.shard_world_size
         if all(grad is None for grad in present):
+            if any(sys.getrefcount(view) > _OWN_REFERENCES for view in plan.views):
+                self._renew_buffer(plan)  # the user has kept a gradient of an earlier step
             torch.div(total, num_ranks, out=plan.buffer)
         elif all(grad is view for grad, view in zip(present, plan.views, strict=True)):
             plan.buffer.add_(total.div_(num_ranks))
@@ -161,6 +167,11 @@ class Reducer:
             else:  # a gradient that the user put there, or kept from an earlier backward
                 local = grad._local_tensor if isinstance(grad, DTensor) else grad
                 local.add_(plan.rows_in(total, position))
+
+    def _renew_buffer(self, plan: _SpanGrads) -> None:
+        with torch.inference_mode(False):
+            plan.buffer = torch.zeros_like(plan.buffer)
+            plan.views = [self._mesh.show(p.spec, plan.rows_in(plan.buffer, i)) for i, p in enumerate(plan.params)]
 
     def settle(self, has_grad_anywhere: set[UnitParam]) -> None:
         """All ranks are through: gradients are final, and None for parameters that got none on any rank."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -73,6 +73,15 @@ class ShardedTensor(DTensor):
 
     __slots__ = ()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy is whole and plain: whoever copies a sharded module wants one that stands alone. Collective."""
+        if id(self) not in memo:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                whole = self.full_tensor().clone()
+            memo[id(self)] = nn.Parameter(whole, self.requires_grad) if isinstance(self, nn.Parameter) else whole
+        copied: Tensor = memo[id(self)]
+        return copied
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -86,11 +95,14 @@ class ShardedTensor(DTensor):
             if _asks_only(func, name):
                 return func(*args, **kwargs)
             sharded = list(_sharded_in((args, kwargs)))
-            is_in_place = name.endswith("_") and not name.endswith("__") and any(args[0] is s for s in sharded)
+            target = args[0] if args else next(iter(kwargs.values()), None)  # `torch.nn.init` passes it by name
+            is_in_place = name.endswith("_") and not name.endswith("__") and any(target is s for s in sharded)
+            is_filled = name in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
             is_step = any(owner is not None and owner.is_computing() for owner in map(_owner_of, sharded))
-            if is_in_place and (is_step or name in _RANDOM or _has_plain((args, kwargs))):
-                return _run_in_place(func, args, kwargs)
-            if is_step or _has_plain((args, kwargs)):
+            if is_in_place and (is_step or is_filled or _has_plain((args, kwargs))):
+                assert isinstance(target, ShardedTensor)
+                return _run_in_place(func, target, args, kwargs)
+            if is_step or _has_plain((args, kwargs)) or (not is_in_place and any(map(_has_empty_shards, sharded))):
                 args, kwargs = tree_map(_whole, (args, kwargs))
                 return func(*args, **kwargs)
             return tree_map(_finish, func(*args, **kwargs))
@@ -121,6 +133,16 @@ def _has_plain(value: Any) -> bool:
     )
 
 
+def _has_empty_shards(tensor: Tensor) -> bool:
+    """Whether some rank has no row of it: there, and only there, a maximum would be an error."""
+    assert isinstance(tensor, DTensor)
+    if tensor.placements[0].is_replicate() or not tensor.dim():
+        return False
+    num_ranks = tensor.device_mesh.size()
+    first, last = shard_bounds(tensor.shape[0], num_ranks, num_ranks - 1)
+    return first == last
+
+
 def _alias(result: Any, source: Tensor) -> Any:
     """`detach()` and `.data` of a parameter are still that parameter, without its gradient."""
     if isinstance(result, DTensor) and not isinstance(result, ShardedTensor):
@@ -147,12 +169,11 @@ def _finish(value: Any) -> Any:
     return show(value)
 
 
-def _run_in_place(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run on the whole tensor and keep this rank's rows."""
-    target = args[0]
-    rest, kwargs = tree_map(_whole, (args[1:], kwargs))
+def _run_in_place(func: Callable[..., Any], target: ShardedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run on the whole of the target and keep this rank's rows."""
     full = _whole(target).detach()
-    func(full, *rest, **kwargs)
+    args, kwargs = tree_map(lambda value: full if value is target else _whole(value), (args, kwargs))
+    func(*args, **kwargs)
     with torch.no_grad():
         write_rows(target, full)
         owner = _owner_of(target)

@@ -1,0 +1,131 @@
+"""What modules and tensors hold of the hooks: small objects that can be called, copied and collected."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from fsdp_strategy.engine.flow import UnitFlow, in_backward, tensors_in
+from fsdp_strategy.engine.unit import UnitParam, UnitState
+
+if TYPE_CHECKING:
+    from fsdp_strategy.engine.hooks import Hooks
+
+
+class Owner:
+    """Answers a parameter that is used while it is sharded. Does not keep the engine alive."""
+
+    __slots__ = ("hooks", "position", "unit_index")
+
+    def __init__(self, hooks: Hooks, unit_index: int, position: int) -> None:
+        self.hooks, self.unit_index, self.position = weakref.ref(hooks), unit_index, position
+
+    def _find(self) -> tuple[Hooks, UnitFlow, UnitParam]:
+        hooks = self.hooks()
+        assert hooks is not None
+        flow = hooks.flows[self.unit_index]
+        return hooks, flow, flow.unit.params[self.position]
+
+    def is_computing(self) -> bool:
+        """See `ParamOwner`."""
+        hooks = self.hooks()
+        return hooks is not None and hooks.is_computing
+
+    def gather(self) -> Tensor:
+        """See `ParamOwner`."""
+        hooks, flow, param = self._find()
+        return hooks.access(flow, param)
+
+    def wrote(self, full: Tensor) -> None:
+        """See `ParamOwner`."""
+        _, flow, param = self._find()
+        if flow.unit.state is UnitState.UNSHARDED:
+            param.unsharded.data.copy_(full)
+
+
+class _ModuleHook:
+    """A copied module is plain and on its own: its copies of our hooks do nothing."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _do_nothing
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """A hook."""
+
+
+class Enter(_ModuleHook):
+    """Before a module that holds units."""
+
+    __slots__ = ("hooks",)
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Called by torch."""
+        if not in_backward() and not self.hooks.is_suspended:
+            self.hooks.enter()
+
+
+class Leave(_ModuleHook):
+    """After a module that holds units."""
+
+    __slots__ = ("hooks",)
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called by torch."""
+        if not in_backward() and not self.hooks.is_suspended:
+            self.hooks.leave(any(tensor.grad_fn is not None for tensor in tensors_in(output)))
+
+
+class PreForward(_ModuleHook):
+    """Before a module that reads parameters of a unit."""
+
+    __slots__ = ("flow", "hooks")
+
+    def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
+        self.hooks, self.flow = hooks, flow
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Called by torch."""
+        if not self.hooks.is_suspended:
+            self.hooks.pre_forward(self.flow, args, kwargs)
+
+
+class PostForward(_ModuleHook):
+    """After a module that reads parameters of a unit."""
+
+    __slots__ = ("flow", "hooks")
+
+    def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
+        self.hooks, self.flow = hooks, flow
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called by torch."""
+        if not self.hooks.is_suspended:
+            self.hooks.post_forward(self.flow, output)
+
+
+class Accumulated:
+    """Weak, because a cycle through a tensor's hooks is never collected."""
+
+    __slots__ = ("flow", "hooks")
+
+    def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
+        self.hooks, self.flow = weakref.ref(hooks), weakref.ref(flow)
+
+    def __call__(self, param: Tensor) -> None:
+        """Called by torch."""
+        hooks, flow = self.hooks(), self.flow()
+        assert hooks is not None
+        assert flow is not None
+        hooks.grad_accumulated(flow, param)
