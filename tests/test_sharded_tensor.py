@@ -49,6 +49,7 @@ EDITS: dict[str, Callable[[Tensor], Any]] = {
     "copy_of_plain": lambda p: p.copy_(torch.ones(p.shape)),
     "data": lambda p: p.data.mul_(0.5),
     "reinitialise": lambda p: nn.init.normal_(p, std=0.5),
+    "out": lambda p: torch.full(p.shape, 0.25, out=p),
 }
 
 

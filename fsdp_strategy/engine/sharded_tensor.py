@@ -98,6 +98,8 @@ class ShardedTensor(DTensor):
             target = args[0] if args else next(iter(kwargs.values()), None)  # `torch.nn.init` passes it by name
             is_in_place = name.endswith("_") and not name.endswith("__") and any(target is s for s in sharded)
             is_filled = name in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
+            if isinstance(kwargs.get("out"), ShardedTensor):
+                target, is_in_place, is_filled = kwargs["out"], True, True
             is_step = any(owner is not None and owner.is_computing() for owner in map(_owner_of, sharded))
             if is_in_place and (is_step or is_filled or _has_plain((args, kwargs))):
                 assert isinstance(target, ShardedTensor)
