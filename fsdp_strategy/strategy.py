@@ -26,6 +26,7 @@ from fsdp_strategy.checkpoint import (
     load_full_state_dict,
 )
 from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, LocalStep, ShardMesh, restore
+from fsdp_strategy.engine.elementwise import check_elementwise
 from fsdp_strategy.foreign_arguments import meets_foreign_arguments
 from fsdp_strategy.precision import ShardedPrecision, shard_precision
 from fsdp_strategy.ranks import RankedStrategy, StartMethod
@@ -210,6 +211,8 @@ class FullyShardedStrategy(RankedStrategy):
                 for param in group["params"]:
                     if id(param) not in sharded:
                         raise ValueError(self._describe_stray(number, optimizer, param))
+        for optimizer in self.optimizers:
+            check_elementwise(optimizer)
         self._local_steps = [LocalStep(optimizer, self.engine.params) for optimizer in self.optimizers]
 
     def _describe_stray(self, number: int, optimizer: Optimizer, param: Tensor) -> str:
