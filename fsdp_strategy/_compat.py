@@ -12,6 +12,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
+from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero
 from lightning_utilities.core import rank_zero as utils_rank_zero
@@ -26,6 +27,7 @@ __all__ = [
     "_distributed_is_initialized",
     "_get_default_process_group_backend_for_device",
     "_init_dist_connection",
+    "_interrupt",
     "_optimizers_to_device",
     "_sync_ddp_if_available",
     "default_pg_timeout",

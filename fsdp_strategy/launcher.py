@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from fsdp_strategy._compat import TrainerFn, _MultiProcessingLauncher, _WorkerOutput
+from fsdp_strategy._compat import TrainerFn, _interrupt, _MultiProcessingLauncher, _WorkerOutput
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -19,15 +19,24 @@ if TYPE_CHECKING:
     from fsdp_strategy.strategy import FullyShardedStrategy
 
 
-class _OneThreadFirst:
-    """Calls a function after limiting intra-op threads to one: OpenMP does not survive a fork with more."""
+class _RankFunction:
+    """What a launched rank runs: the Trainer's function, and its `on_exception` hooks where that raises.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    Lightning runs those hooks only in the process that has launched the ranks, which has nothing to save.
+    """
+
+    def __init__(self, function: Callable[..., Any], trainer: pl.Trainer | None, *, is_forked: bool) -> None:
+        self._function, self._trainer, self._is_forked = function, trainer, is_forked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        torch.set_num_threads(1)
-        return self._function(*args, **kwargs)
+        if self._is_forked:
+            torch.set_num_threads(1)  # OpenMP does not survive a fork with more
+        try:
+            return self._function(*args, **kwargs)
+        except BaseException as error:
+            if self._trainer is not None:
+                _interrupt(self._trainer, error)
+            raise
 
 
 class ShardedMultiProcessingLauncher(_MultiProcessingLauncher):
@@ -41,8 +50,7 @@ class ShardedMultiProcessingLauncher(_MultiProcessingLauncher):
                 "left by an earlier fit in this process. Forked ranks would hang. Call "
                 "torch.distributed.destroy_process_group() first, or use start_method='spawn'."
             )
-        if self._start_method == "fork":
-            function = _OneThreadFirst(function)
+        function = _RankFunction(function, trainer, is_forked=self._start_method == "fork")
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override

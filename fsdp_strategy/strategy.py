@@ -13,6 +13,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -33,6 +34,9 @@ from fsdp_strategy.ranks import RankedStrategy, StartMethod
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+# How long a rank that failed waits for the others to save a checkpoint with it.
+_SAVE_TIMEOUT = timedelta(seconds=5)
 
 ReduceDtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 
@@ -110,6 +114,7 @@ class FullyShardedStrategy(RankedStrategy):
         self._mesh: ShardMesh | None = None
         self._engine: FullyShardedEngine | None = None
         self._local_steps: list[LocalStep] = []
+        self._is_save_agreed: bool | None = None  # after an exception
 
     # -- what the Trainer asks ----------------------------------------------------------------------------------------
 
@@ -163,6 +168,7 @@ class FullyShardedStrategy(RankedStrategy):
         assert self.lightning_module is not None
         assert self._mesh is not None
         self.accelerator.setup(trainer)
+        self._is_save_agreed = None
         is_fit = trainer.state.fn == _compat.TrainerFn.FITTING
         if self._engine is None or self._engine.module is not self.lightning_module:
             if self._layer_sync is not None:
@@ -284,14 +290,14 @@ class FullyShardedStrategy(RankedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole CPU tensors on rank 0, empty elsewhere. All ranks must call it."""
         assert self.lightning_module is not None
-        return full_state_dict(self.engine, self.lightning_module)
+        return full_state_dict(self.engine, self.lightning_module) if self._agree_to_save() else {}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Whole CPU tensors on rank 0, empty elsewhere. All ranks must call it."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return full_optimizer_state_dict(self.engine, optimizer)
+        return full_optimizer_state_dict(self.engine, optimizer) if self._agree_to_save() else {}
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -311,5 +317,30 @@ class FullyShardedStrategy(RankedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        if self.is_global_zero:
+        if not self._agree_to_save():
+            if self._engine is not None:
+                rank_zero_warn(
+                    f"{filepath} is not written: it needs all ranks, and not all of them have come to save it."
+                )
+        elif self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _agree_to_save(self) -> bool:
+        """After an exception, only if every rank has come to save: one alone would wait for others and hide its error.
+
+        The process that has forked or spawned the ranks holds no trained weights and does not save either.
+        """
+        if self._engine is None:
+            return False
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.status != _compat.TrainerStatus.INTERRUPTED:
+            return True
+        if self._is_save_agreed is None:
+            self._engine.abandon()
+            self._is_save_agreed = self._engine.mesh.collectives.all_arrive(_SAVE_TIMEOUT)
+        return self._is_save_agreed
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._is_save_agreed is not False:
+            super().barrier(*args, **kwargs)

@@ -10,8 +10,10 @@ be read after `wait()`. The caller keeps one order of starts on all ranks.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -227,6 +229,7 @@ class Collectives(ABC):
         """`device`: where tensors of gathers and reductions live."""
         self.gather_group, self.reduce_group, self.control_group = gather_group, reduce_group, control_group
         self.device = device
+        self._num_meetings = 0
         self.shard_rank = dist.get_rank(gather_group)
         self.shard_world_size = dist.get_world_size(gather_group)
 
@@ -279,6 +282,18 @@ class Collectives(ABC):
             value = value.clone()
             dist.all_reduce(value, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.reduce_group)
         return value
+
+    def all_arrive(self, timeout: timedelta) -> bool:
+        """Whether every rank calls this within the timeout. Goes through the store, so that no group is harmed."""
+        store = dist.distributed_c10d._get_default_store()
+        self._num_meetings += 1
+        key = f"fsdp_strategy/{self.control_group.group_name}/{self._num_meetings}"
+        deadline = time.monotonic() + timeout.total_seconds()
+        num_arrived = store.add(key, 1)
+        while num_arrived < self.shard_world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            num_arrived = store.add(key, 0)
+        return num_arrived >= self.shard_world_size
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order; for setup, not for the training step."""

@@ -30,6 +30,11 @@ _METADATA = frozenset({
 # Same values, other tensor: still the parameter's.
 _ALIASES = frozenset({"detach", "data"})
 _COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+# An error on a rank without rows, and only there.
+_NEEDS_A_ROW = frozenset({
+    "amax", "amin", "aminmax", "argmax", "argmin", "kthvalue", "max", "median", "min", "mode", "nanmedian", "quantile",
+    "topk",
+})  # fmt: skip
 # In place and random: filled whole, so that equal generators give equal weights at every number of ranks.
 _RANDOM = frozenset({
     "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_",
@@ -104,7 +109,8 @@ class ShardedTensor(DTensor):
             if is_in_place and (is_step or is_filled or _has_plain((args, kwargs))):
                 assert isinstance(target, ShardedTensor)
                 return _run_in_place(func, target, args, kwargs)
-            if is_step or _has_plain((args, kwargs)) or (not is_in_place and any(map(_has_empty_shards, sharded))):
+            is_undefined = name in _NEEDS_A_ROW and any(map(_has_empty_shards, sharded))
+            if is_step or is_undefined or _has_plain((args, kwargs)):
                 args, kwargs = tree_map(_whole, (args, kwargs))
                 return func(*args, **kwargs)
             return tree_map(_finish, func(*args, **kwargs))
@@ -136,7 +142,7 @@ def _has_plain(value: Any) -> bool:
 
 
 def _has_empty_shards(tensor: Tensor) -> bool:
-    """Whether some rank has no row of it: there, and only there, a maximum would be an error."""
+    """Whether some rank has no row of it."""
     assert isinstance(tensor, DTensor)
     if tensor.placements[0].is_replicate() or not tensor.dim():
         return False
