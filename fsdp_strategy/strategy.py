@@ -54,6 +54,8 @@ class FullyShardedStrategy(RankedStrategy):
     meanwhile. Gradients are summed in fp32, averaged, and kept sharded. The module needs no changes.
     """
 
+    _is_save_agreed: bool | None = None  # after an exception
+
     @meets_foreign_arguments
     def __init__(
         self,
@@ -114,7 +116,6 @@ class FullyShardedStrategy(RankedStrategy):
         self._mesh: ShardMesh | None = None
         self._engine: FullyShardedEngine | None = None
         self._local_steps: list[LocalStep] = []
-        self._is_save_agreed: bool | None = None  # after an exception
 
     # -- what the Trainer asks ----------------------------------------------------------------------------------------
 
