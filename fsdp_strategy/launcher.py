@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable
@@ -51,7 +52,14 @@ class ShardedMultiProcessingLauncher(_MultiProcessingLauncher):
                 "torch.distributed.destroy_process_group() first, or use start_method='spawn'."
             )
         function = _RankFunction(function, trainer, is_forked=self._start_method == "fork")
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        # A forked rank must not collect what the parent left behind: a dead process group would join threads that
+        # exist in the parent only.
+        gc.collect()
+        gc.freeze()
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        finally:
+            gc.unfreeze()
 
     @override
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
