@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fsdp_strategy.engine import FullyShardedEngine
 from fsdp_strategy.engine.layout import shard_bounds
+from fsdp_strategy.engine.sharded_tensor import write_rows
 
 
 def gather_full(engine: FullyShardedEngine, value: DTensor) -> Tensor | None:
@@ -39,14 +40,12 @@ def gather_full(engine: FullyShardedEngine, value: DTensor) -> Tensor | None:
 
 def shard_like(full: Tensor, like: DTensor) -> DTensor:
     """This rank's rows of `full` as a tensor sharded like `like`; the dtype is that of `full`."""
-    mesh = like.device_mesh
     local = torch.empty_like(like._local_tensor, dtype=full.dtype)
-    if like.placements[0].is_replicate():
-        local.copy_(full)
-    else:
-        first, last = shard_bounds(like.shape[0], mesh.size(), mesh.get_local_rank())
-        local.copy_(full[first:last])
-    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    sharded = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    write_rows(sharded, full)
+    return sharded
 
 
 def _to_cpu(value: Any) -> Any:

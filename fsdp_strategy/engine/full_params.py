@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_strategy.engine.engine import FullyShardedEngine
+from fsdp_strategy.engine.sharded_tensor import write_rows
 from fsdp_strategy.engine.unit import UnitParam
 
 
@@ -45,8 +46,7 @@ def _gather(engine: FullyShardedEngine, param: UnitParam) -> Tensor:
 
 def _write_back(engine: FullyShardedEngine, param: UnitParam, full: Tensor) -> None:
     engine.mesh.collectives.broadcast(full)
-    first, last = param.spec.bounds(engine.mesh.shard_world_size, engine.mesh.shard_rank)
-    param.local.copy_(full if param.spec.is_replicated else full[first:last])
+    write_rows(param.sharded, full)
 
 
 @torch.no_grad()

@@ -154,8 +154,10 @@ class Hooks:
             self.free_accessed()
         if flow.unit.state is not UnitState.UNSHARDED:
             self.order.unshard(flow.unit)
-        elif not is_recompute or not flow.unit.is_shown:
+        elif not flow.unit.is_shown:
             flow.unit.show()
+        elif not is_recompute:
+            flow.unit.sync_requires_grad()
         if flow.unit.is_root or is_recompute or not torch.is_grad_enabled():
             return
         nodes = {t.grad_fn for t in (*tensors_in(args), *tensors_in(kwargs)) if t.grad_fn is not None}
