@@ -144,8 +144,8 @@ class Walk(list[Event]):
         engine, params = self._engine, list(self._engine.params)
         numbers, first = [], 1
         for param in params:
-            numbers.append(range(first, first + param.spec.numel))
-            first += param.spec.numel
+            numbers.append(range(first, first + param.cut.spec.numel))
+            first += param.cut.spec.numel
         own = [numbers[i][slice(*_rows(engine, i))] for i in range(len(params))]
         is_whole = [param.unsharded.untyped_storage().nbytes() > 0 for param in params]
         averaged = [n for param, mine in zip(params, own, strict=True) if param.sharded.grad is not None for n in mine]
@@ -164,9 +164,8 @@ class Walk(list[Event]):
 
 
 def _rows(engine: FullyShardedEngine, index: int) -> tuple[int, int]:
-    """The rows of a parameter that this rank owns: as many as its shard has, after those of the ranks before it."""
-    layouts = [span.layout for unit in engine.units for span in unit.spans]
-    return layouts[index].shard_rows[0]
+    """The elements of a 1-D parameter that this rank owns."""
+    return list(engine.params)[index].cut.bounds(engine.mesh.shard_rank)
 
 
 def walk(num_weights: int) -> Report:

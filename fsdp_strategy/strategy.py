@@ -52,6 +52,27 @@ class FullyShardedStrategy(RankedStrategy):
 
     Every unit (usually one block) is gathered just before it computes and freed after; the next one is gathered
     meanwhile. Gradients are summed in fp32, averaged, and kept sharded. The module needs no changes.
+
+    Args:
+        units: which modules are gathered and freed as one. "auto" finds the repeated blocks; or class names, class
+            paths and FQN patterns such as "layers.*", one or several; or a predicate `(fqn, module) -> bool`.
+        layout: "per_parameter" cuts every parameter along dim 0 as `torch.chunk` does; "flat" lays those of a unit
+            end to end and cuts the whole into equal pieces.
+        prefetch_limit: units gathered ahead of the one that computes. 0 saves memory and waits for every gather.
+        reduce_dtype: dtype in which gradients are summed over ranks. "auto" is float32, or the parameter's own
+            dtype where that is wider.
+        start_method: how ranks are started where no launcher has done so: "popen" runs the script again, "spawn"
+            and "fork" start processes.
+        process_group_backend: "nccl", "gloo", ...; the default of the device where None.
+        timeout: of collectives.
+        accelerator: passed on by the Trainer.
+        parallel_devices: passed on by the Trainer.
+        cluster_environment: passed on by the Trainer.
+        checkpoint_io: writes and reads full checkpoints.
+        precision_plugin: passed on by the Trainer.
+
+    Raises:
+        ValueError: for a choice that does not exist.
     """
 
     _is_save_agreed: bool | None = None  # after an exception
@@ -61,7 +82,7 @@ class FullyShardedStrategy(RankedStrategy):
         self,
         *,
         units: Literal["auto"] | str | list[str] | Callable[[str, nn.Module], bool] = "auto",
-        layout: Literal["per_parameter"] = "per_parameter",
+        layout: Literal["per_parameter", "flat"] = "per_parameter",
         prefetch_limit: int = 1,
         reduce_dtype: ReduceDtype = "auto",
         start_method: StartMethod = "popen",
@@ -73,28 +94,7 @@ class FullyShardedStrategy(RankedStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        """Nothing is allocated or launched before the Trainer runs.
-
-        Args:
-            units: which modules are gathered and freed as one. "auto" finds the repeated blocks; or class names, class
-                paths and FQN patterns such as "layers.*", one or several; or a predicate `(fqn, module) -> bool`.
-            layout: "per_parameter" cuts every parameter along dim 0 as `torch.chunk` does.
-            prefetch_limit: units gathered ahead of the one that computes. 0 saves memory and waits for every gather.
-            reduce_dtype: dtype in which gradients are summed over ranks. "auto" is float32, or the parameter's own
-                dtype where that is wider.
-            start_method: how ranks are started where no launcher has done so: "popen" runs the script again, "spawn"
-                and "fork" start processes.
-            process_group_backend: "nccl", "gloo", ...; the default of the device where None.
-            timeout: of collectives.
-            accelerator: passed on by the Trainer.
-            parallel_devices: passed on by the Trainer.
-            cluster_environment: passed on by the Trainer.
-            checkpoint_io: writes and reads full checkpoints.
-            precision_plugin: passed on by the Trainer.
-
-        Raises:
-            ValueError: for a choice that does not exist.
-        """
+        """Nothing is allocated or launched before the Trainer runs."""
         _choice("start_method", start_method, ("popen", "spawn", "fork"))
         _choice("reduce_dtype", reduce_dtype, ("auto", "float32", "float64", "bfloat16", "float16"))
         self._config = EngineConfig(
@@ -219,7 +219,7 @@ class FullyShardedStrategy(RankedStrategy):
                     if id(param) not in sharded:
                         raise ValueError(self._describe_stray(number, optimizer, param))
         for optimizer in self.optimizers:
-            check_elementwise(optimizer)
+            check_elementwise(optimizer, self._config.layout)
         self._local_steps = [LocalStep(optimizer, self.engine.params) for optimizer in self.optimizers]
 
     def _describe_stray(self, number: int, optimizer: Optimizer, param: Tensor) -> str:

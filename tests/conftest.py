@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fsdp_strategy.engine.engine import LAYOUTS
+from tests import layouts
 from tests.isolation import process_restored
 from tests.rank_pool import RankPool
 from tests.rank_worker import Nursery
@@ -39,6 +41,15 @@ def ranks(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """The pool of rank processes: `ranks.run(function, world_size, *args)`."""
     with RankPool(nursery, tmp_path_factory.mktemp("ranks")) as pool:
         yield pool
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test in each layout; see `tests.layouts`."""
+    before = layouts.current()
+    layouts.choose(request.param)
+    yield request.param
+    layouts.choose(before)
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, Recorder, ShardMesh
+from fsdp_strategy.engine.sharded_tensor import local_of
+from tests import layouts
 
 NUM_BLOCKS, WIDTH, HIDDEN, TOKENS = 3, 12, 1400, 3
 BATCH_ROWS = 12  # divides among 1, 2, 3 and 4 ranks
@@ -71,6 +72,14 @@ def small_net() -> Net:
     return Net(SmallBlock)
 
 
+def chain() -> nn.Module:
+    """No root unit."""
+    return nn.Sequential(*(SmallBlock(5) for _ in range(NUM_BLOCKS)))
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {"net": Net, "small net": small_net, "chain": chain}
+
+
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> Any:
     """A model that is the same on every rank that asks with the same seed."""
     with torch.random.fork_rng(devices=[]):
@@ -117,8 +126,8 @@ class Trained:
 
 
 def local(value: Tensor) -> Tensor:
-    """This rank's rows, on memory of their own."""
-    return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+    """This rank's shard, on memory of its own."""
+    return local_of(value).detach().clone()
 
 
 def snapshot(model: nn.Module, losses: Sequence[float] = ()) -> Trained:
@@ -177,7 +186,9 @@ def most_unsharded_blocks(recorder: Recorder) -> int:
 
 def shard(model: nn.Module, *, native: bool | None = None, **config: Any) -> FullyShardedEngine:
     """An engine over all ranks (needs ranks)."""
-    return FullyShardedEngine(model, ShardMesh(CPU, native=native), EngineConfig(**config))
+    return FullyShardedEngine(
+        model, ShardMesh(CPU, native=native), EngineConfig(**{"layout": layouts.current(), **config})
+    )
 
 
 @contextmanager
@@ -198,7 +209,10 @@ def rank_batches(engine: FullyShardedEngine, data: Iterable[Batch]) -> list[Batc
 
 
 def join(shards: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The whole tensor from all ranks' rows, which must be cut as `torch.chunk` cuts it; a 0-d one is on every rank."""
+    """The whole tensor from all ranks' shards, which must be cut as the layout says."""
+    if layouts.current() == "flat":
+        assert all(piece.dim() == 1 for piece in shards)
+        return torch.cat(list(shards)).as_strided(like.shape, like.stride())
     if not like.dim():
         assert all(torch.equal(piece, shards[0]) for piece in shards)
         return shards[0]

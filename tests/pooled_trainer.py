@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import Tensor
 
 from fsdp_strategy import FullyShardedStrategy
+from tests import layouts
 
 
 class PooledRanks(ClusterEnvironment):
@@ -53,8 +54,9 @@ def make_strategy(name: str = "ours", **kwargs: Any) -> Strategy:
     """`ours`, `ddp`, or `single` for one device without any distribution."""
     if name == "single":
         return SingleDeviceStrategy("cpu", **kwargs)
-    cls = {"ours": FullyShardedStrategy, "ddp": DDPStrategy}[name]
-    return cls(cluster_environment=PooledRanks(), **kwargs)
+    if name == "ours":
+        return FullyShardedStrategy(**{"layout": layouts.current(), "cluster_environment": PooledRanks(), **kwargs})
+    return DDPStrategy(cluster_environment=PooledRanks(), **kwargs)
 
 
 def make_trainer(strategy: str | Strategy = "ours", **kwargs: Any) -> pl.Trainer:

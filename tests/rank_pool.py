@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from tests import layouts
 from tests.rank_worker import DUMP_STACKS, Nursery, Task, pack, unpack
 
 MAX_WORLD_SIZE = 4
@@ -95,7 +96,7 @@ class RankPool:
         workers = self._take(world_size)
         reports: list[_Report] = []
         try:
-            reports = self._perform(workers, pack((function, args, kwargs)))
+            reports = self._perform(workers, pack((layouts.call, (layouts.current(), function, *args), kwargs)))
         finally:
             if not reports or not all(report.ok for report in reports):
                 self._discard(workers)

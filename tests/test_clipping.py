@@ -10,10 +10,13 @@ from torch import Tensor
 from fsdp_strategy.engine import LocalStep
 from fsdp_strategy.engine.gradnorm import clip_grad_norm, global_norm, local_grads
 from tests.engine_cases import batches, loss_of, rows_of, seeded, shard, small_net
+from tests.layouts import both_layouts
 from tests.models import Tiny, dealt_loader
 from tests.models import seeded as seeded_module
 from tests.pooled_trainer import make_trainer, weights
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 # The norm is a sum in another order, and other ranks sum the same gradients in another order: fp32 rounding.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}

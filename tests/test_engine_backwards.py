@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_strategy.engine.cut import shard_bounds
+from tests import layouts
 from tests.engine_cases import (
     Batch,
     Net,
@@ -32,7 +34,10 @@ from tests.engine_cases import (
     snapshot,
     unsharded_nbytes,
 )
+from tests.layouts import both_layouts
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 NUM_STEPS = 3
 # What is reduced in parts is rounded once a part, 2**-24 each; a gradient lost or counted twice is off by over 1e-4.
@@ -281,26 +286,38 @@ def test_zero_grad_clears_gradients_in_place_or_to_none(ranks: RankPool, set_to_
     assert_close(join_params(results, reference), reference.params, TOLERANCE)
 
 
-def _visible_state() -> list[tuple[str, str, bool, bool, bool]]:
+def _visible_state() -> list[tuple[str, str, bool, bool, tuple[int, ...]]]:
+    """Names; classes; whether parameter and gradient are alike; and have the model's shapes; shapes of the shards."""
     model = seeded(small_net)
+    shapes = [param.shape for param in model.parameters()]
     engine = shard(model)
     loss_of(model, rank_batches(engine, batches(1))[0]).backward()
     seen = []
-    for fqn, param in model.named_parameters():
+    for (fqn, param), shape in zip(model.named_parameters(), shapes, strict=True):
         grad = param.grad
-        is_dtensor = isinstance(param, DTensor) and isinstance(grad, DTensor)
-        assert isinstance(grad, DTensor)
-        is_cut = param.placements == grad.placements == (Shard(0),)
-        same = param.shape == grad.shape and param.to_local().shape == grad.to_local().shape
-        seen.append((fqn, type(param).__name__, is_dtensor, is_cut, same))
+        assert grad is not None
+        same = type(param) is type(grad) and param.to_local().shape == grad.to_local().shape
+        if isinstance(param, DTensor):
+            assert isinstance(grad, DTensor)
+            same = same and param.placements == grad.placements == (Shard(0),)
+        seen.append(
+            (fqn, type(param).__name__, same, param.shape == grad.shape == shape, tuple(param.to_local().shape))
+        )
     return seen
 
 
-def test_parameters_and_gradients_are_dtensors_cut_along_dim_0_under_their_own_names(ranks: RankPool) -> None:
-    names = [fqn for fqn, _ in small_net().named_parameters()]
-    for seen in ranks.run(_visible_state, 3):
-        assert [fqn for fqn, *_ in seen] == names
-        assert all(is_dtensor and is_cut and same for _, _, is_dtensor, is_cut, same in seen)
+def test_parameters_and_gradients_keep_their_names_and_shapes_over_this_ranks_shard(ranks: RankPool) -> None:
+    named = dict(small_net().named_parameters())
+    for rank, seen in enumerate(ranks.run(_visible_state, 3)):
+        assert [fqn for fqn, *_ in seen] == list(named)
+        assert all(same and has_its_shape for _, _, same, has_its_shape, _ in seen)
+        if layouts.current() == "flat":
+            assert {cls for _, cls, *_ in seen} == {"FlatShardedTensor"}
+            assert {len(shape) for *_, shape in seen} == {1}
+        else:
+            assert {cls for _, cls, *_ in seen} == {"RowShardedTensor"}
+            rows = [shard_bounds(param.shape[0], 3, rank) for param in named.values()]
+            assert [shape[0] for *_, shape in seen] == [last - first for first, last in rows]
 
 
 class Chained(nn.Module):

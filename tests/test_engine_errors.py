@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, ShardMesh, UnitState
+from fsdp_strategy.engine.sharded_tensor import ShardedTensor
 from tests.engine_cases import (
     CPU,
     WIDTH,
@@ -32,13 +32,16 @@ from tests.engine_cases import (
     train,
     unsharded_nbytes,
 )
+from tests.layouts import both_layouts
 from tests.rank_pool import RankPool
 
+pytestmark = both_layouts
 
-@pytest.mark.parametrize("layout", ["flat", "per-parameter", ""])
-def test_an_unknown_layout_is_refused_with_the_known_ones(layout: str) -> None:
-    with pytest.raises(ValueError, match=f"'per_parameter', got '{layout}'"):
-        EngineConfig(layout=layout)
+
+@pytest.mark.parametrize("unknown", ["per-parameter", "Flat", ""])
+def test_an_unknown_layout_is_refused_with_the_known_ones(unknown: str) -> None:
+    with pytest.raises(ValueError, match=f"'per_parameter', 'flat', got '{unknown}'"):
+        EngineConfig(layout=unknown)
 
 
 @pytest.mark.parametrize("prefetch_limit", [-1, 1.5, "1", None])
@@ -290,7 +293,7 @@ def _break_in_iteration() -> tuple[set[UnitState], bool]:
     model.blocks[2].breaks_in = "forward"
     with pytest.raises(ArithmeticError), engine.iteration("training"):
         model(batches(1)[0][0])
-    return {unit.state for unit in engine.units}, all(isinstance(param, DTensor) for param in model.parameters())
+    return {unit.state for unit in engine.units}, all(isinstance(param, ShardedTensor) for param in model.parameters())
 
 
 def test_an_iteration_that_raises_is_abandoned(ranks: RankPool) -> None:

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_strategy.engine import FullyShardedEngine, Recorder
-from fsdp_strategy.engine.layout import ALIGN_NBYTES
+from fsdp_strategy.engine.cut import ALIGN_NBYTES
 from fsdp_strategy.engine.optimizer import LocalStep
 from tests.engine_cases import Net, fake_group, seeded, shard, unsharded_nbytes
+from tests.layouts import both_layouts
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 WIDTH, NUM_BLOCKS = 192, 4
 MARKER_NBYTES = 12_345  # no tensor here has this size

@@ -34,7 +34,10 @@ from tests.engine_cases import (
     snapshot,
     unsharded_nbytes,
 )
+from tests.layouts import both_layouts
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 NUM_STEPS = 2
 # What is reduced in parts is rounded once a part, 2**-24 each; a gradient lost or counted twice is off by over 1e-3.

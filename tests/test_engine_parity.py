@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_strategy.engine.optimizer import LocalStep
+from tests import layouts
 from tests.engine_cases import (
     Net,
     Trained,
@@ -27,7 +28,10 @@ from tests.engine_cases import (
     snapshot,
     train,
 )
+from tests.layouts import both_layouts
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 NUM_STEPS = 10
 # Sums over ranks run in another order than sums over the rows of the joined batch. Ten steps carry a few roundings of
@@ -66,7 +70,7 @@ class Runs:
         self._known: dict[tuple[Any, ...], list[Trained]] = {}
 
     def sharded(self, world_size: int, optimizer: str) -> list[Trained]:
-        key = (world_size, optimizer)
+        key = (layouts.current(), world_size, optimizer)
         if key not in self._known:
             self._known[key] = self._ranks.run(_train_sharded, world_size, optimizer)
         return self._known[key]
@@ -105,9 +109,31 @@ def test_in_float64_only_rounding_is_left(ranks: RankPool, world_size: int) -> N
 
 
 @every_optimizer
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_both_layouts_give_the_same_bits(ranks: RankPool, world_size: int, optimizer: str) -> None:
+    reference, results = _reference(optimizer), ranks.run(_train_sharded, world_size, optimizer)
+    in_this = join_params(results, reference)
+    in_the_other, losses = _in_the_other_layout(ranks, world_size, optimizer)
+    assert_equal(in_this, in_the_other)
+    assert [result.losses for result in results] == losses
+
+
+def _in_the_other_layout(
+    ranks: RankPool, world_size: int, optimizer: str
+) -> tuple[dict[str, Tensor], list[list[float]]]:
+    here = layouts.current()
+    layouts.choose("flat" if here == "per_parameter" else "per_parameter")
+    try:
+        results = ranks.run(_train_sharded, world_size, optimizer)
+        return join_params(results, _reference(optimizer)), [result.losses for result in results]
+    finally:
+        layouts.choose(here)
+
+
+@every_optimizer
 def test_one_rank_trains_as_a_plain_module_bit_for_bit(runs: Runs, optimizer: str) -> None:
     reference, results = _reference(optimizer), runs.sharded(1, optimizer)
-    assert_equal(results[0].params, reference.params)
+    assert_equal(join_params(results, reference), reference.params)
     assert results[0].losses == reference.losses
 
 

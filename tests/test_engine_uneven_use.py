@@ -28,7 +28,10 @@ from tests.engine_cases import (
     snapshot,
     unsharded_nbytes,
 )
+from tests.layouts import both_layouts
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 NUM_STEPS = 4
 # A gradient that a rank reduces in parts is rounded once a part, 2**-24 each; one that is lost or counted twice moves

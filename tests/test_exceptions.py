@@ -11,9 +11,12 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
 
+from tests.layouts import both_layouts
 from tests.models import Tiny, loader, seeded
 from tests.pooled_trainer import make_trainer
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 FAILING_STEP = 2
 

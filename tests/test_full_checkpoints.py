@@ -10,9 +10,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from tests.layouts import both_layouts
 from tests.models import Tiny, TinyWithStages, dealt_loader, seeded
 from tests.pooled_trainer import make_trainer, weights
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 Weights = dict[str, Tensor]
 Where = tuple[str, int]  # strategy and number of ranks

@@ -6,16 +6,16 @@ import math
 import pytest
 import torch
 
+from fsdp_strategy.engine.cut import ALIGN_NBYTES, ParamSpec, RowCut, align, cut_flat, shard_bounds
 from fsdp_strategy.engine.layout import (
-    ALIGN_NBYTES,
     DIRECT_MIN_NBYTES,
     MessagePolicy,
-    ParamSpec,
     SpanLayout,
     copy_in_index,
+    copy_in_runs,
     copy_out_index,
+    plan_messages,
     plan_span,
-    shard_bounds,
 )
 
 WORLD_SIZES = [1, 2, 3, 4, 7, 64]
@@ -163,9 +163,10 @@ def _filled_shards(plans: list[SpanLayout], values: list[torch.Tensor]) -> list[
     shards = []
     for layout in plans:
         shard = torch.full((layout.shard_numel,), -1)
-        for value, start, (first, last) in zip(values, layout.shard_starts, layout.shard_rows, strict=True):
-            rows = value[first:last].flatten()
-            shard[start : start + rows.numel()] = rows
+        for i, value in enumerate(values):
+            layout.shard_view(shard, i).copy_(
+                layout.cuts[i].piece_of(value, layout.shard_rank).view_as(layout.shard_view(shard, i))
+            )
         shards.append(shard)
     return shards
 
@@ -249,7 +250,7 @@ def test_a_complex_parameter_is_laid_out_as_pairs_of_real_numbers(policy: Messag
     plans = [_plan(2, rank, policy, (spec,)) for rank in range(2)]
     assert [layout.shard_param_numel(0) for layout in plans] == [18, 12]
     flat = torch.arange(24.0)
-    rows = spec.view_rows(flat, 4, 2)
+    rows = RowCut(spec, 2).view(flat, 4, 1)
     assert rows.shape == (2, 3)
     assert rows[1, 2] == complex(14, 15)
 
@@ -268,3 +269,84 @@ def test_the_direct_size_counts_bytes_on_the_wire() -> None:
 def test_layouts_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         _plan(2, 0, POLICIES[0]).shard_numel = 0  # type: ignore[misc]
+
+
+# -- flat -------------------------------------------------------------------------------------------------------------
+
+
+def _flat_plans(world_size: int, specs: tuple[ParamSpec, ...] = SPECS) -> list[SpanLayout]:
+    return [
+        plan_span(specs, FLOAT_NBYTES, layout="flat", shard_world_size=world_size, shard_rank=rank, policy=POLICIES[0])
+        for rank in range(world_size)
+    ]
+
+
+@every_world_size
+def test_flat_pieces_are_equal_and_as_small_as_the_alignment_allows(world_size: int) -> None:
+    for layout in _flat_plans(world_size):
+        (message,) = layout.direct
+        assert layout.packed is None
+        assert len(set(message.numels)) == 1
+        assert message.starts == tuple(range(0, layout.unsharded_numel, layout.shard_numel))
+        end_to_end = sum(align(spec.numel, FLOAT_NBYTES) for spec in SPECS)
+        assert layout.shard_numel == align(-(-end_to_end // world_size), FLOAT_NBYTES)
+
+
+@every_world_size
+def test_the_pieces_of_all_ranks_are_the_flat_span(world_size: int) -> None:
+    plans = _flat_plans(world_size)
+    values = [torch.arange(spec.numel).view(spec.shape) + 100_000 * i for i, spec in enumerate(SPECS)]
+    span = torch.cat(_filled_shards(plans, values))
+    for layout in (plans[0], plans[-1]):
+        for value, start in zip(values, layout.starts, strict=True):
+            assert start * FLOAT_NBYTES % ALIGN_NBYTES == 0
+            assert torch.equal(span[start : start + value.numel()], value.flatten())
+
+
+@every_policy
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+@pytest.mark.parametrize("reduced", [range(len(SPECS)), [1, 4, 5, 9]], ids=["all_trainable", "some_frozen"])
+def test_flat_reductions_bring_every_element_to_its_owner(
+    world_size: int, policy: MessagePolicy, reduced: list[int]
+) -> None:
+    cuts = [cut_flat(SPECS, FLOAT_NBYTES, world_size)[i] for i in reduced]
+    values = [torch.arange(cut.spec.numel) + 100_000 * i for i, cut in enumerate(cuts)]
+    for rank in range(world_size):
+        layout = plan_messages(cuts, FLOAT_NBYTES, shard_rank=rank, policy=policy)
+        shard = torch.full((layout.shard_numel,), -1)
+        for message in layout.direct:
+            first, last = cuts[message.param].bounds(rank)
+            assert message.starts[rank] - layout.starts[message.param] == first
+            shard[message.shard_start : message.shard_start + last - first] = values[message.param][first:last]
+        if layout.packed is not None:
+            pieces = torch.full((sum(layout.packed.piece_numels),), -1)
+            for param, first, numel, start in copy_in_runs(layout):
+                pieces[start : start + numel] = values[param][first : first + numel]
+            begin = sum(layout.packed.piece_numels[:rank])
+            numel = layout.packed.piece_numels[rank]
+            shard[layout.packed.shard_start : layout.packed.shard_start + numel] = pieces[begin : begin + numel]
+        for i, (value, cut) in enumerate(zip(values, cuts, strict=True)):
+            assert torch.equal(layout.shard_view(shard, i), cut.piece_of(value.view(cut.spec.shape), rank))
+
+
+def test_runs_of_a_flat_span_are_hardly_more_than_its_parameters() -> None:
+    layout = plan_messages(cut_flat(SPECS, FLOAT_NBYTES, 64), FLOAT_NBYTES, shard_rank=0, policy=POLICIES[1])
+    assert layout.packed is not None
+    assert len(copy_in_runs(layout)) < len(layout.packed.params) + 64
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_a_flat_cut_never_divides_a_complex_number(world_size: int) -> None:
+    specs = (_spec((3,)), ParamSpec("c", (5, 3), (3, 1), is_complex=True))
+    for cut in cut_flat(specs, FLOAT_NBYTES, world_size):
+        assert all(bound % 2 == 0 for rank in range(world_size) for bound in cut.bounds(rank) if cut.spec.is_complex)
+
+
+def test_a_flat_piece_follows_the_memory_order_of_a_channels_last_parameter() -> None:
+    value = torch.arange(2 * 3 * 2 * 2).view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    spec = ParamSpec("w", tuple(value.shape), value.stride())
+    (cut,) = cut_flat((spec,), FLOAT_NBYTES, 2)
+    pieces = torch.cat([cut.piece_of(value, rank) for rank in range(2)])
+    assert torch.equal(pieces, value.permute(0, 2, 3, 1).flatten())
+    assert torch.equal(spec.from_memory_order(pieces), value)
+    assert torch.equal(cut.piece_of(value.contiguous(), 0), cut.piece_of(value, 0))

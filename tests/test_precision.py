@@ -12,8 +12,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from fsdp_strategy import FullyShardedStrategy
 from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, ShardMesh
 from fsdp_strategy.precision import MixedPrecision, ShardedGradScaler, shard_precision
+from tests.layouts import both_layouts
 from tests.pooled_trainer import make_strategy, make_trainer, weights
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 
 class _Block(nn.Module):

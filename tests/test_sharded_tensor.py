@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from fsdp_strategy import unshard
 from tests.engine_cases import assert_close, batches, loss_of, rank_batches, rows_of, seeded, shard, small_net
+from tests.layouts import both_layouts
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda p: p.norm(),

@@ -10,12 +10,15 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric
 
+from fsdp_strategy.engine.sharded_tensor import ShardedTensor
+from tests.layouts import both_layouts
 from tests.models import Batch, Tiny, TinyWithStages, dealt_loader, loader, seeded
 from tests.pooled_trainer import PooledRanks, make_trainer, weights
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 NUM_SAMPLES = 48
 JOINED_BATCH = 12
@@ -305,7 +308,7 @@ class GradientWitness(pl.Callback):
 
 
 def _local(grad: Tensor | None) -> Tensor:
-    assert isinstance(grad, DTensor)
+    assert isinstance(grad, ShardedTensor)
     return grad.to_local()
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_strategy.engine import find_units
-from fsdp_strategy.engine.layout import MessagePolicy, ParamSpec, plan_span
+from fsdp_strategy.engine.cut import ParamSpec
+from fsdp_strategy.engine.layout import MessagePolicy, plan_span
 from fsdp_strategy.engine.units import UnitPolicy
 from tests.engine_cases import seeded, shard
 from tests.rank_pool import RankPool
@@ -118,6 +119,41 @@ def test_four_ranks_each_hold_a_quarter_of_the_rows_of_every_matrix(ranks: RankP
         matrices = [shape for shape in shapes.values() if len(shape) == 2]
         assert len(matrices) == 6
         assert sum(rows * columns for rows, columns in matrices) == 786_432
+
+
+class SixMatrices(nn.Module):
+    """The matrices of the listed block and nothing else, numbered through, so that an element tells where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = 0
+        for name, param in ListedBlock().named_parameters():
+            if param.dim() == 2:
+                numbers = torch.arange(first, first + param.numel(), dtype=torch.float32)
+                setattr(self, name, nn.Parameter(numbers.view_as(param)))
+                first += param.numel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for param in self.parameters():
+            x = x + param.sum() * 1e-9
+        return x
+
+
+def _flat_elements() -> tuple[Tensor, Tensor]:
+    """All that this rank holds of the six matrices in the flat layout, and of their gradients."""
+    block = SixMatrices()
+    shard(nn.Sequential(block), units="SixMatrices", layout="flat")
+    block(torch.ones(1)).sum().backward()
+    held = torch.cat([param.to_local() for param in block.parameters()])
+    return held.clone(), torch.cat([param.grad.to_local() for param in block.parameters()])
+
+
+def test_in_the_flat_layout_rank_r_holds_one_run_of_786_432_elements(ranks: RankPool) -> None:
+    results = ranks.run(_flat_elements, WORLD_SIZE)
+    assert sum(held.numel() for held, _ in results) == 3_145_728
+    for rank, (held, grads) in enumerate(results):
+        assert torch.equal(held, torch.arange(786_432 * rank, 786_432 * (rank + 1), dtype=torch.float32))
+        assert torch.equal(grads, torch.full_like(held, 1e-9))
 
 
 def _rows_of_w_q() -> Tensor:

@@ -7,7 +7,10 @@ from torch import nn
 from fsdp_strategy import unshard
 from fsdp_strategy.engine import restore
 from tests.engine_cases import seeded, shard, small_net
+from tests.layouts import both_layouts
 from tests.rank_pool import RankPool
+
+pytestmark = both_layouts
 
 
 def _read() -> bool:

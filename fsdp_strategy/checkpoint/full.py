@@ -12,39 +12,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_strategy.engine import FullyShardedEngine
-from fsdp_strategy.engine.layout import shard_bounds
-from fsdp_strategy.engine.sharded_tensor import write_rows
+from fsdp_strategy.engine.sharded_tensor import ShardedTensor
 
 
-def gather_full(engine: FullyShardedEngine, value: DTensor) -> Tensor | None:
+def gather_full(engine: FullyShardedEngine, value: ShardedTensor) -> Tensor | None:
     """The whole of a sharded tensor on the CPU of rank 0, None on the other ranks. Collective."""
-    num_ranks = engine.shard_world_size
-    shape, local = value.shape, value._local_tensor.detach()
-    if value.placements[0].is_replicate():
-        return local.cpu().clone() if engine.mesh.shard_rank == 0 else None
-    row_numel = shape[1:].numel()
-    bounds = [shard_bounds(shape[0], num_ranks, rank) for rank in range(num_ranks)]
-    flat = local.contiguous().reshape(-1)
-    pairs = 2 if flat.is_complex() else 1
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    pieces = engine.mesh.collectives.collect(flat, [(last - first) * row_numel * pairs for first, last in bounds])
+    piece = value.piece()
+    pairs = 2 if piece.is_complex() else 1
+    real = torch.view_as_real(piece).reshape(-1) if piece.is_complex() else piece
+    pieces = engine.mesh.collectives.collect(real, [numel * pairs for numel in value.piece_numels()])
     if pieces is None:
         return None
-    full = torch.cat(pieces)
-    return (torch.view_as_complex(full.reshape(-1, 2)) if local.is_complex() else full).reshape(shape)
+    return value.join([torch.view_as_complex(p.view(-1, 2)) if piece.is_complex() else p for p in pieces])
 
 
-def shard_like(full: Tensor, like: DTensor) -> DTensor:
-    """This rank's rows of `full` as a tensor sharded like `like`; the dtype is that of `full`."""
-    local = torch.empty_like(like._local_tensor, dtype=full.dtype)
-    sharded = DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-    write_rows(sharded, full)
+def shard_like(full: Tensor, like: ShardedTensor) -> ShardedTensor:
+    """This rank's elements of `full` as a tensor sharded like `like`; the dtype is that of `full`."""
+    sharded = like.like(torch.empty_like(like._local_tensor, dtype=full.dtype))
+    sharded.keep(full)
     return sharded
 
 
@@ -56,9 +44,9 @@ def full_state_dict(engine: FullyShardedEngine, module: nn.Module) -> dict[str, 
     """`module.state_dict()` with whole CPU tensors on rank 0, empty on the other ranks. Collective."""
     full = {}
     for fqn, value in module.state_dict().items():
-        whole = gather_full(engine, value) if isinstance(value, DTensor) else value
+        whole = gather_full(engine, value) if isinstance(value, ShardedTensor) else value
         if engine.mesh.shard_rank == 0:
-            full[fqn] = whole if isinstance(value, DTensor) else _to_cpu(value)
+            full[fqn] = whole if isinstance(value, ShardedTensor) else _to_cpu(value)
     return full
 
 
@@ -72,7 +60,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, st
     sharded = {}
     for fqn, value in state_dict.items():
         own = current.get(fqn)
-        if isinstance(own, DTensor) and isinstance(value, Tensor) and value.shape == own.shape:
+        if isinstance(own, ShardedTensor) and isinstance(value, Tensor) and value.shape == own.shape:
             value = shard_like(value, own)
         sharded[fqn] = value
     module.load_state_dict(sharded, strict=strict)
@@ -95,7 +83,7 @@ def full_optimizer_state_dict(engine: FullyShardedEngine, optimizer: Optimizer) 
     full: dict[Any, Any] = {}
     for index, state in state_dict["state"].items():
         full[index] = {
-            name: gather_full(engine, value) if isinstance(value, DTensor) else _to_cpu(value)
+            name: gather_full(engine, value) if isinstance(value, ShardedTensor) else _to_cpu(value)
             for name, value in state.items()
         }
     return {"state": full, "param_groups": state_dict["param_groups"]} if is_zero else {}
@@ -118,7 +106,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str
             )
         sharded[index] = {
             name: shard_like(value, param)
-            if isinstance(param, DTensor) and isinstance(value, Tensor) and value.shape == param.shape
+            if isinstance(param, ShardedTensor) and isinstance(value, Tensor) and value.shape == param.shape
             else value
             for name, value in state.items()
         }

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_strategy.engine.cut import Cut
 from fsdp_strategy.engine.layout import MessagePolicy, SpanLayout
 from fsdp_strategy.engine.operations import GatherOp, LocalGather, LocalReduce, Pending, ReduceOp
 
@@ -272,9 +273,21 @@ class Collectives(ABC):
         """Overwrite the dense `tensor` with that of shard rank `src`, on every rank; blocks."""
         if self.shard_world_size > 1:
             flat = tensor.as_strided((tensor.numel(),), (1,))
-            dist.broadcast(
-                torch.view_as_real(flat) if flat.is_complex() else flat, group=self.gather_group, group_src=src
-            )
+            dist.broadcast(flat.view(torch.uint8), group=self.gather_group, group_src=src)
+
+    def gather_param(self, cut: Cut, local: Tensor) -> Tensor:
+        """The whole parameter, on every rank, from every rank's shard of it; outside of the training step; blocks."""
+        if cut.is_replicated:
+            return local.clone()
+        spec = cut.spec
+        full = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype, device=local.device)
+        for rank in range(self.shard_world_size):
+            piece = cut.piece_of(full, rank)
+            if rank == self.shard_rank:
+                piece.copy_(local.as_strided((local.numel(),), (1,)))
+            if piece.numel():
+                self.broadcast(piece, src=rank)
+        return full
 
     def all_reduce(self, value: Tensor, op: Literal["sum", "max"]) -> Tensor:
         """The sum or maximum of a small tensor over ranks, the same on every rank."""

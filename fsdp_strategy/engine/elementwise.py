@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_strategy.engine.cut import Layout
+
 log = logging.getLogger(__name__)
 
 _NUM_STEPS = 12
-_ROWS = ((0, 2), (2, 6))  # of the matrix, of two ranks
-_ELEMENTS = ((0, 2), (2, 5))  # of the vector
+_CUTS = {"per_parameter": (8, 2), "flat": (10, 2)}  # elements of the matrix and the vector that the first rank has
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
@@ -52,20 +53,17 @@ def _train(optimizer: Optimizer, values: Sequence[Tensor], targets: Sequence[Ten
     return [tensor for step in steps for tensor in step]
 
 
-def _train_both_ways(optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of equal meaning: trained whole, and trained by two ranks with an optimizer each, joined."""
-    values, targets = _start(), [value.flip(0) * 2 for value in _start()]
-    wholes = _train(optimizer, values, targets)
-    ranks = [
-        _train(optimizer, [values[0][slice(*rows)], values[1][slice(*elements)]],
-               [targets[0][slice(*rows)], targets[1][slice(*elements)]])
-        for rows, elements in zip(_ROWS, _ELEMENTS, strict=True)
-    ]  # fmt: skip
-    for whole, *pieces in zip(wholes, *ranks, strict=True):
-        yield whole, torch.cat(pieces)
+def _shards(values: Sequence[Tensor], layout: Layout) -> Iterator[list[Tensor]]:
+    """The values as each of two ranks has them: rows, or 1-D pieces."""
+    for rank in range(2):
+        pieces = []
+        for value, first in zip(values, _CUTS[layout], strict=True):
+            piece = value.flatten()[:first] if rank == 0 else value.flatten()[first:]
+            pieces.append(piece.reshape(-1, *value.shape[1:]) if layout == "per_parameter" else piece)
+        yield pieces
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
+def check_elementwise(optimizer: Optimizer, layout: Layout = "per_parameter") -> None:
     """Raise if updating shards with this optimizer differs from updating whole parameters.
 
     An optimizer that cannot be probed, because its constructor or its step asks for more than parameters and settings,
@@ -74,22 +72,33 @@ def check_elementwise(optimizer: Optimizer) -> None:
     Raises:
         ValueError: naming the optimizer.
     """
+    name = type(optimizer).__name__
+    values, targets = _start(), [value.flip(0) * 2 for value in _start()]
+    ranks: list[list[Tensor]] = []
+    reason = "whose result over shards differs from that over whole parameters"
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            pairs = list(_train_both_ways(optimizer))
+            wholes = _train(optimizer, values, targets)
         except Exception as error:  # noqa: BLE001 - whatever a constructor or a step of the user's raises
             log.warning(
                 "%s could not be probed (%s). If it looks at more than single elements, its results over shards differ "
                 "from those over whole parameters.",
-                type(optimizer).__name__,
+                name,
                 error,
             )
             return
+        try:
+            pairs = zip(_shards(values, layout), _shards(targets, layout), strict=True)
+            ranks = [_train(optimizer, own, own_targets) for own, own_targets in pairs]
+        except Exception as error:  # noqa: BLE001
+            reason = f"which takes whole parameters and no shards ({error})"
     # Equal up to rounding: vectorised kernels may round the ends of tensors differently.
-    if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs):
+    if not ranks or not all(
+        torch.allclose(whole.flatten(), torch.cat([piece.flatten() for piece in pieces]), rtol=1e-4, atol=1e-6)
+        for whole, *pieces in zip(wholes, *ranks, strict=True)
+    ):
         raise ValueError(
-            f"Expected an optimizer that treats every element on its own, got {type(optimizer).__name__}, whose result "
-            "over shards differs from that over whole parameters. Use an elementwise one, such as AdamW or SGD, or "
-            "train with strategy='ddp'."
+            f"Expected an optimizer that treats every element on its own, got {name}, {reason}. Use an elementwise "
+            "one, such as AdamW or SGD, or train with strategy='ddp'."
         )

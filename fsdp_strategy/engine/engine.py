@@ -15,12 +15,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_strategy.engine.agreement import check_equal_models, check_materialised, check_params, run_on_all_or_none
+from fsdp_strategy.engine.cut import Layout
 from fsdp_strategy.engine.hooks import Hooks
 from fsdp_strategy.engine.mesh import ShardMesh
 from fsdp_strategy.engine.order import CollectiveOrder
@@ -29,7 +30,7 @@ from fsdp_strategy.engine.reduction import Reducer
 from fsdp_strategy.engine.unit import Unit, UnitParam, UnitState, shard_unit
 from fsdp_strategy.engine.units import UnitPlan, UnitPolicy, find_units
 
-LAYOUTS = ("per_parameter",)
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +39,15 @@ class EngineConfig:
 
     Attributes:
         units: see `find_units`.
-        layout: "per_parameter": every parameter is cut along dim 0 as `torch.chunk` does.
+        layout: "per_parameter": every parameter is cut along dim 0 as `torch.chunk` does. "flat": the
+            parameters of a unit are laid end to end and cut into equal pieces.
         prefetch_limit: units gathered ahead of the one that computes, in forward and in backward.
         reduce_dtype: in which gradients are summed; None for float32, or the parameter's own dtype where wider.
         param_dtypes: by fqn, the dtype to gather and compute in, where it is not the parameter's own.
     """
 
     units: UnitPolicy = "auto"
-    layout: str = "per_parameter"
+    layout: Layout = "per_parameter"
     prefetch_limit: int = 1
     reduce_dtype: torch.dtype | None = None
     param_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -90,7 +92,8 @@ class FullyShardedEngine:
             id(site.param): (site.fqn, site.param) for plan in plans for site in plan.params
         }
         self.units: list[Unit] = [
-            shard_unit(plan, index, mesh, self._ledger, self.config.param_dtypes) for index, plan in enumerate(plans)
+            shard_unit(plan, index, mesh, self._ledger, self.config.param_dtypes, self.config.layout)
+            for index, plan in enumerate(plans)
         ]
         self._share_buffers()
         self.root_unit: Unit | None = next((unit for unit in self.units if unit.is_root), None)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_strategy.engine.engine import FullyShardedEngine
-from fsdp_strategy.engine.sharded_tensor import write_rows
 from fsdp_strategy.engine.unit import UnitParam
 
 
@@ -31,22 +30,12 @@ def find_engine(module: nn.Module) -> FullyShardedEngine:
 
 def _gather(engine: FullyShardedEngine, param: UnitParam) -> Tensor:
     """The whole parameter in its own dtype, on every rank."""
-    mesh, spec = engine.mesh, param.spec
-    if spec.is_replicated:
-        return param.local.clone()
-    full = torch.empty_strided(spec.shape, spec.stride, dtype=param.local.dtype, device=mesh.device)
-    for rank in range(mesh.shard_world_size):
-        first, last = spec.bounds(mesh.shard_world_size, rank)
-        if rank == mesh.shard_rank:
-            full[first:last] = param.local
-        if last > first:
-            mesh.collectives.broadcast(full[first:last], src=rank)
-    return full
+    return engine.mesh.collectives.gather_param(param.cut, param.local)
 
 
 def _write_back(engine: FullyShardedEngine, param: UnitParam, full: Tensor) -> None:
     engine.mesh.collectives.broadcast(full)
-    write_rows(param.sharded, full)
+    param.sharded.keep(full)
 
 
 @torch.no_grad()

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp_strategy.engine.collectives import Collectives
+from fsdp_strategy.engine.sharded_tensor import RowShardedTensor, local_of
 
 
 def local_grads(params: Iterable[Tensor], *, own_only: bool = False) -> list[Tensor]:
@@ -21,11 +21,11 @@ def local_grads(params: Iterable[Tensor], *, own_only: bool = False) -> list[Ten
         grads = [param.grad for param in params if param.grad is not None]
     if own_only:
         grads = [grad for grad in grads if not _is_another_ranks(grad)]
-    return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+    return [local_of(grad) for grad in grads]
 
 
 def _is_another_ranks(grad: Tensor) -> bool:
-    if not isinstance(grad, DTensor) or not grad.placements[0].is_replicate():
+    if not isinstance(grad, RowShardedTensor) or not grad.is_replicated:
         return False
     return grad.device_mesh.get_local_rank() != 0
 

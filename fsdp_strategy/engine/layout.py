@@ -10,30 +10,16 @@ All offsets and counts are in elements of the span, unless the name says `nbytes
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# Every unsharded parameter starts at a cache line: unaligned weight gradients are slower to write, and collective
-# payloads off 16 bytes leave NCCL's fast path.
-ALIGN_NBYTES = 64
+from fsdp_strategy.engine.cut import Cut, FlatCut, Layout, ParamSpec, align, cut_flat, cut_rows
 
 # Below this size a message of its own costs more in calls than the copies of the packed one.
 DIRECT_MIN_NBYTES = 64 * 1024
-
-
-def shard_bounds(dim0: int, shard_world_size: int, shard_rank: int) -> tuple[int, int]:
-    """Half-open row range that the rank owns, as `torch.chunk` cuts it. Trailing ranks may own nothing."""
-    chunk = -(-dim0 // shard_world_size)
-    return min(shard_rank * chunk, dim0), min((shard_rank + 1) * chunk, dim0)
-
-
-def align(numel: int, itemsize: int) -> int:
-    """`numel` rounded up to a whole number of `ALIGN_NBYTES`."""
-    step = max(1, ALIGN_NBYTES // itemsize)
-    return -(-numel // step) * step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,55 +36,10 @@ class MessagePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class ParamSpec:
-    """Shape and memory order of one unsharded parameter; `stride` is dense with dim 0 outermost.
-
-    Elements of a complex parameter count as pairs of real ones. A 0-d parameter is replicated: every rank owns it.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    is_complex: bool = False
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every rank owns the whole parameter."""
-        return not self.shape
-
-    @property
-    def dim0(self) -> int:
-        """Rows."""
-        return self.shape[0] if self.shape else 1
-
-    @property
-    def row_numel(self) -> int:
-        """Real elements of one row."""
-        return math.prod(self.shape[1:]) * (2 if self.is_complex else 1)
-
-    @property
-    def numel(self) -> int:
-        """Real elements, unsharded."""
-        return self.dim0 * self.row_numel
-
-    def bounds(self, shard_world_size: int, shard_rank: int) -> tuple[int, int]:
-        """Half-open row range that the rank owns."""
-        return (0, 1) if self.is_replicated else shard_bounds(self.dim0, shard_world_size, shard_rank)
-
-    def view_rows(self, flat: Tensor, start: int, num_rows: int) -> Tensor:
-        """`num_rows` rows as a tensor over `flat`, a 1-D real buffer in which they begin at `start`."""
-        shape = (num_rows, *self.shape[1:]) if self.shape else ()
-        if not self.is_complex:
-            return flat.as_strided(shape, self.stride, flat.storage_offset() + start)
-        pairs = (*(2 * step for step in self.stride), 1)
-        return torch.view_as_complex(flat.as_strided((*shape, 2), pairs, flat.storage_offset() + start))
-
-
-@dataclass(frozen=True, slots=True)
 class DirectMessage:
-    """One parameter gathered straight into place; rank r holds `[starts[r], starts[r] + numels[r])` of the span."""
+    """What travels straight into place; rank r holds `[starts[r], starts[r] + numels[r])` of the unsharded span."""
 
-    param: int  # index into the span's parameters
+    param: int  # the first that it carries, and the only one but for the gather of a flat span
     starts: tuple[int, ...]  # per rank, in the unsharded span
     numels: tuple[int, ...]  # per rank
     shard_start: int  # in this rank's shard buffer
@@ -120,10 +61,9 @@ class PackedMessage:
 class SpanLayout:
     """Where the parameters of a span lie, unsharded and in this rank's shard."""
 
-    params: tuple[ParamSpec, ...]
+    cuts: tuple[Cut, ...]  # per parameter
     starts: tuple[int, ...]  # per parameter, in the unsharded span
     shard_starts: tuple[int, ...]  # per parameter, in this rank's shard buffer
-    shard_rows: tuple[tuple[int, int], ...]  # per parameter, the rows of this rank
     unsharded_numel: int  # with alignment
     shard_numel: int  # with alignment
     direct: tuple[DirectMessage, ...]
@@ -134,12 +74,15 @@ class SpanLayout:
     @property
     def numel(self) -> int:
         """Elements of all parameters, without alignment."""
-        return sum(spec.numel for spec in self.params)
+        return sum(cut.spec.numel for cut in self.cuts)
 
     def shard_param_numel(self, param: int) -> int:
         """Elements of the parameter that this rank owns."""
-        first, last = self.shard_rows[param]
-        return (last - first) * self.params[param].row_numel
+        return self.cuts[param].numel(self.shard_rank)
+
+    def shard_view(self, buffer: Tensor, param: int) -> Tensor:
+        """This rank's shard of the parameter as a view of `buffer`, (shard_numel,)."""
+        return self.cuts[param].view(buffer, self.shard_starts[param], self.shard_rank)
 
     def sent_numel(self) -> int:
         """Elements that this rank sends in one gather: its shard to every other rank."""
@@ -151,76 +94,92 @@ class SpanLayout:
         return own + (self.packed.piece_numels[self.shard_rank] if self.packed else 0)
 
 
-def _is_direct(spec: ParamSpec, itemsize: int, shard_world_size: int, policy: MessagePolicy) -> bool:
-    if shard_world_size == 1:
+def _is_direct(cut: Cut, itemsize: int, policy: MessagePolicy) -> bool:
+    if cut.shard_world_size == 1:
         return True  # no message at all: the shard is the parameter
-    if spec.is_replicated or spec.numel * itemsize < policy.direct_min_nbytes:
+    if cut.is_replicated or cut.spec.numel * itemsize < policy.direct_min_nbytes:
         return False
     if not policy.equal_pieces:
         return True
-    return spec.dim0 % shard_world_size == 0 and (spec.numel // shard_world_size) * itemsize % 16 == 0
+    numel, rest = divmod(cut.spec.numel, cut.shard_world_size)
+    last = cut.bounds(cut.shard_world_size - 1)
+    return not rest and numel * itemsize % 16 == 0 and cut.bounds(0) == (0, numel) and last[1] - last[0] == numel
 
 
 def _plan_packed(
-    params: tuple[ParamSpec, ...], packed: list[int], shard_start: int, start: int, region: int, *,
-    shard_world_size: int, policy: MessagePolicy, itemsize: int,
+    cuts: Sequence[Cut], packed: list[int], shard_start: int, start: int, region: int, *, policy: MessagePolicy,
+    itemsize: int,
 ) -> PackedMessage:  # fmt: skip
-    numels = [0] * shard_world_size
-    for index in packed:
-        for rank in range(shard_world_size):
-            first, last = params[index].bounds(shard_world_size, rank)
-            numels[rank] += (last - first) * params[index].row_numel
-    pieces = [align(max(numels), itemsize)] * shard_world_size if policy.equal_pieces else numels
+    world = range(cuts[0].shard_world_size)
+    numels = [sum(cuts[index].numel(rank) for index in packed) for rank in world]
+    pieces = [align(max(numels), itemsize) for _ in world] if policy.equal_pieces else numels
     return PackedMessage(tuple(packed), tuple(numels), tuple(pieces), shard_start, start, region)
 
 
-def plan_span(
-    params: tuple[ParamSpec, ...], itemsize: int, *, shard_world_size: int, shard_rank: int, policy: MessagePolicy
-) -> SpanLayout:
-    """Lay the parameters of one span out, cut along dim 0 as `torch.chunk` does.
+def plan_messages(cuts: Sequence[Cut], itemsize: int, *, shard_rank: int, policy: MessagePolicy) -> SpanLayout:
+    """Lay the parameters of one span out, each with a message of its own or in the packed one.
 
     Args:
-        params: parameters of one (real) dtype.
+        cuts: of parameters of one (real) dtype.
         itemsize: bytes of one element on the wire and in the unsharded storage.
-        shard_world_size: ranks that share the span.
-        shard_rank: this rank among them.
+        shard_rank: this rank among those that share the span.
         policy: what the collectives backend asks for.
     """
-    is_direct = [_is_direct(spec, itemsize, shard_world_size, policy) for spec in params]
+    world = range(cuts[0].shard_world_size)
+    is_direct = [_is_direct(cut, itemsize, policy) for cut in cuts]
     # Direct parameters first. Packed shards follow each other without gaps; complex ones first, so that pairs align.
-    order = sorted(range(len(params)), key=lambda i: (not is_direct[i], not params[i].is_complex))
-    starts, shard_starts, direct = [0] * len(params), [0] * len(params), []
-    rows = [spec.bounds(shard_world_size, shard_rank) for spec in params]
+    order = sorted(range(len(cuts)), key=lambda i: (not is_direct[i], not cuts[i].spec.is_complex))
+    starts, shard_starts, direct = [0] * len(cuts), [0] * len(cuts), []
     start = shard_start = 0
     packed_start = packed_shard_start = 0
     for position, index in enumerate(order):
-        spec = params[index]
+        cut = cuts[index]
         if position == sum(is_direct):
             packed_start, packed_shard_start = start, shard_start
         starts[index], shard_starts[index] = start, shard_start
-        own_numel = (rows[index][1] - rows[index][0]) * spec.row_numel
         if is_direct[index]:
-            bounds = [spec.bounds(shard_world_size, rank) for rank in range(shard_world_size)]
-            piece_starts = tuple(start + first * spec.row_numel for first, _ in bounds)
-            numels = tuple((last - first) * spec.row_numel for first, last in bounds)
-            direct.append(DirectMessage(index, piece_starts, numels, shard_start))
-            shard_start += align(own_numel, itemsize)
+            bounds = [cut.bounds(rank) for rank in world]
+            numels = tuple(last - first for first, last in bounds)
+            direct.append(DirectMessage(index, tuple(start + first for first, _ in bounds), numels, shard_start))
+            shard_start += align(numels[shard_rank], itemsize)
         else:
-            shard_start += own_numel
-        start += align(spec.numel, itemsize)
+            shard_start += cut.numel(shard_rank)
+        start += align(cut.spec.numel, itemsize)
     packed = None
     if not all(is_direct):
         packed = _plan_packed(
-            params, order[len(direct) :], packed_shard_start, packed_start, start - packed_start,
-            shard_world_size=shard_world_size, policy=policy, itemsize=itemsize,
+            cuts, order[len(direct) :], packed_shard_start, packed_start, start - packed_start,
+            policy=policy, itemsize=itemsize,
         )  # fmt: skip
         # The padding of the piece is part of the shard buffer, so that the piece is sent without a copy.
         shard_start = packed_shard_start + packed.piece_numels[shard_rank]
     return SpanLayout(
-        params=params, starts=tuple(starts), shard_starts=tuple(shard_starts), shard_rows=tuple(rows),
-        unsharded_numel=start, shard_numel=align(shard_start, itemsize), direct=tuple(direct), packed=packed,
-        shard_world_size=shard_world_size, shard_rank=shard_rank,
+        cuts=tuple(cuts), starts=tuple(starts), shard_starts=tuple(shard_starts), unsharded_numel=start,
+        shard_numel=align(shard_start, itemsize), direct=tuple(direct), packed=packed,
+        shard_world_size=len(world), shard_rank=shard_rank,
     )  # fmt: skip
+
+
+def _plan_whole(cuts: Sequence[FlatCut], *, shard_rank: int) -> SpanLayout:
+    """A flat span: one message, every rank's piece straight into place."""
+    world, piece = cuts[0].shard_world_size, cuts[0].piece_numel
+    begin = shard_rank * piece
+    return SpanLayout(
+        cuts=tuple(cuts), starts=tuple(cut.start for cut in cuts),
+        shard_starts=tuple(min(max(cut.start - begin, 0), piece) for cut in cuts), unsharded_numel=world * piece,
+        shard_numel=piece, direct=(DirectMessage(0, tuple(range(0, world * piece, piece)), (piece,) * world, 0),),
+        packed=None, shard_world_size=world, shard_rank=shard_rank,
+    )  # fmt: skip
+
+
+def plan_span(
+    specs: Sequence[ParamSpec], itemsize: int, *, layout: Layout = "per_parameter", shard_world_size: int,
+    shard_rank: int, policy: MessagePolicy,
+) -> SpanLayout:  # fmt: skip
+    """Cut the parameters of one span and lay them out for gathering. See `plan_messages` for the arguments."""
+    if layout == "flat":
+        return _plan_whole(cut_flat(specs, itemsize, shard_world_size), shard_rank=shard_rank)
+    return plan_messages(cut_rows(specs, shard_world_size), itemsize, shard_rank=shard_rank, policy=policy)
 
 
 def _packed_positions(layout: SpanLayout) -> list[list[Tensor]]:
@@ -230,11 +189,9 @@ def _packed_positions(layout: SpanLayout) -> list[list[Tensor]]:
     filled = [sum(packed.piece_numels[:rank]) for rank in range(layout.shard_world_size)]
     positions = []
     for index in packed.params:
-        spec = layout.params[index]
         parts = []
         for rank in range(layout.shard_world_size):
-            first, last = spec.bounds(layout.shard_world_size, rank)
-            numel = (last - first) * spec.row_numel
+            numel = layout.cuts[index].numel(rank)
             parts.append(torch.arange(filled[rank], filled[rank] + numel))
             filled[rank] += numel
         positions.append(parts)
@@ -247,7 +204,7 @@ def copy_out_index(layout: SpanLayout) -> Tensor:
     assert packed is not None
     index = torch.zeros(packed.region_numel, dtype=torch.int32)
     for param, parts in zip(packed.params, _packed_positions(layout), strict=True):
-        position = parts[layout.shard_rank] if layout.params[param].is_replicated else torch.cat(parts)
+        position = parts[layout.shard_rank] if layout.cuts[param].is_replicated else torch.cat(parts)
         begin = layout.starts[param] - packed.start
         index[begin : begin + position.numel()] = position.to(torch.int32)
     return index
@@ -263,8 +220,27 @@ def copy_in_index(layout: SpanLayout) -> Tensor:
     index = torch.zeros(sum(packed.piece_numels), dtype=torch.int32)
     begin = 0
     for param, parts in zip(packed.params, _packed_positions(layout), strict=True):
-        spec = layout.params[param]
-        for part in parts if spec.is_replicated else [torch.cat(parts)]:
-            index[part] = torch.arange(begin, begin + spec.numel, dtype=torch.int32)
-        begin += spec.numel
+        cut = layout.cuts[param]
+        for part in parts if cut.is_replicated else [torch.cat(parts)]:
+            index[part] = torch.arange(begin, begin + cut.spec.numel, dtype=torch.int32)
+        begin += cut.spec.numel
     return index
+
+
+def copy_in_runs(layout: SpanLayout) -> list[tuple[int, int, int, int]]:
+    """(param, first, numel, start): runs of the packed parameters and where they go in the pieces, rank after rank.
+
+    In a flat span there are hardly more runs than parameters: a piece ends inside one parameter at most.
+    """
+    packed = layout.packed
+    assert packed is not None
+    runs, filled = [], 0
+    for rank in range(layout.shard_world_size):
+        start = filled
+        for param in packed.params:
+            first, last = layout.cuts[param].bounds(rank)
+            if last > first:
+                runs.append((param, first, last - first, start))
+                start += last - first
+        filled += packed.piece_numels[rank]
+    return runs

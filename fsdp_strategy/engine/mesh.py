@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_strategy.engine.allocator import keep_freed_memory
 from fsdp_strategy.engine.collectives import Collectives, GlooCollectives, NativeCollectives
-from fsdp_strategy.engine.layout import ParamSpec
-from fsdp_strategy.engine.sharded_tensor import ShardedTensor, show
+from fsdp_strategy.engine.cut import Cut, FlatCut, RowCut
+from fsdp_strategy.engine.flat_tensor import FlatShardedTensor
+from fsdp_strategy.engine.sharded_tensor import RowShardedTensor, ShardedTensor
 
 REPLICATE_AXIS, SHARD_AXIS = "replicate", "shard"
 
@@ -63,14 +63,12 @@ class ShardMesh:
             downward_groups=(dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)),
         )  # fmt: skip
 
-    def show(self, spec: ParamSpec, local: Tensor) -> ShardedTensor:
-        """This rank's rows of a parameter, or of something of its shape, as the DTensor that users see."""
-        placement = Replicate() if spec.is_replicated else Shard(0)
-        return show(
-            DTensor.from_local(
-                local, self.shard_axis, [placement], run_check=False, shape=torch.Size(spec.shape), stride=spec.stride
-            )
-        )
+    def show(self, cut: Cut, local: Tensor) -> ShardedTensor:
+        """This rank's shard of a parameter, or of something of its shape, as the tensor that users see."""
+        if isinstance(cut, FlatCut):
+            return FlatShardedTensor.make(local, cut, self.collectives)
+        assert isinstance(cut, RowCut)
+        return RowShardedTensor.make(local, cut, self.shard_axis)
 
     @property
     def is_alive(self) -> bool:

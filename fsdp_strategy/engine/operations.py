@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_strategy.engine.layout import SpanLayout, copy_in_index, copy_out_index
+from fsdp_strategy.engine.cut import FlatCut
+from fsdp_strategy.engine.layout import SpanLayout, copy_in_index, copy_in_runs, copy_out_index
 
 
 @dataclass(slots=True)
@@ -88,8 +89,13 @@ class ReduceOp(ABC):
         self.sent_numel = 0
         self.num_messages = 0
         self.buffer_numel = layout.shard_numel  # of `reduce_dtype`, held while the reduction is in flight
-        self._index = copy_in_index(layout).to(device) if layout.packed is not None else None
         self._device = device
+        self._index: Tensor | None = None
+        self._runs: list[tuple[int, int, int, int]] = []
+        if layout.packed is not None and isinstance(layout.cuts[0], FlatCut):
+            self._runs = copy_in_runs(layout)
+        elif layout.packed is not None:
+            self._index = copy_in_index(layout).to(device)
         self._gaps = _shard_gaps(layout)
 
     @abstractmethod
@@ -101,21 +107,29 @@ class ReduceOp(ABC):
 
     def _flat(self, grad: Tensor | None, param: int) -> Tensor:
         """The gradient's elements in memory order, (numel,) `reduce_dtype`, without a copy where it has that dtype."""
-        spec = self.layout.params[param]
+        return self._in_order(grad, param).to(self.reduce_dtype)
+
+    def _in_order(self, grad: Tensor | None, param: int) -> Tensor:
+        spec = self.layout.cuts[param].spec
         if grad is None:
             return torch.zeros(spec.numel, dtype=self.reduce_dtype, device=self._device)
-        if grad.stride() != spec.stride:
-            grad = torch.empty_strided(spec.shape, spec.stride, dtype=grad.dtype, device=self._device).copy_(grad)
-        flat = grad.as_strided((grad.numel(),), (1,))
-        return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).to(self.reduce_dtype)
+        flat = spec.in_memory_order(grad)
+        return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
     def _copy_in(self, grads: Sequence[Tensor | None]) -> Tensor:
         """The packed gradients as pieces laid rank after rank, (sum(piece_numels),) `reduce_dtype`."""
-        packed, index = self.layout.packed, self._index
+        packed = self.layout.packed
         assert packed is not None
-        assert index is not None
-        flat = torch.cat([self._flat(grads[param], param) for param in packed.params])
-        return flat.index_select(0, index)
+        if self._index is not None:
+            flat = torch.cat([self._flat(grads[param], param) for param in packed.params])
+            return flat.index_select(0, self._index)
+        pieces = torch.empty(sum(packed.piece_numels), dtype=self.reduce_dtype, device=self._device)
+        flats = {param: self._in_order(grads[param], param) for param in packed.params}
+        torch._foreach_copy_(
+            [pieces.narrow(0, start, numel) for _, _, numel, start in self._runs],
+            [flats[param].narrow(0, first, numel) for param, first, numel, _ in self._runs],
+        )
+        return pieces
 
     def _zero_gaps(self, shard: Tensor) -> None:
         for start, numel in self._gaps:

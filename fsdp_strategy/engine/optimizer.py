@@ -1,4 +1,4 @@
-"""Run an optimizer's update on local tensors while its groups show the sharded DTensors.
+"""Run an optimizer's update on local tensors while its groups show the sharded parameters.
 
 Between steps `param_groups` and `state` are keyed by the visible parameters, as users, schedulers, `zero_grad` and
 checkpoints expect. Around the update they are swapped for plain parameters over the same shards: updates are
@@ -13,19 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_strategy.engine.sharded_tensor import ShardedTensor, local_of
 from fsdp_strategy.engine.unit import UnitParam
 
 
-def _wrap(value: Any, like: DTensor) -> Any:
-    """A state tensor of the shard's shape as a DTensor like the parameter; anything else as it is."""
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != like._local_tensor.shape:
+def _wrap(value: Any, like: ShardedTensor) -> Any:
+    """A state tensor of the shard's shape as a tensor sharded like the parameter; anything else as it is."""
+    if not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or value.shape != like._local_tensor.shape:
         return value
-    return DTensor.from_local(
-        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return like.like(value)
 
 
 class LocalStep:
@@ -75,14 +73,13 @@ class LocalStep:
         self._swap_back()
 
     def _swap_in(self) -> None:
-        optimizer, local_of = self._optimizer, self._locals
+        optimizer = self._optimizer
         self._lists = [group["params"] for group in optimizer.param_groups]
         for group, visible in zip(optimizer.param_groups, self._lists, strict=True):
-            local = [local_of[param] for param in visible]
+            local = [self._locals[param] for param in visible]
             with torch._C.DisableTorchFunctionSubclass():
                 for mine, param in zip(local, visible, strict=True):
-                    grad = param.grad
-                    mine.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
+                    mine.grad = None if param.grad is None else local_of(param.grad)
             group["params"] = local
         self._visible_state = optimizer.state
         optimizer.state = self._local_state
@@ -102,7 +99,7 @@ class LocalStep:
                     optimizer.state[param] = self._local_state[mine]
 
     def _show_sharded_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """In a state dictionary, state of a shard's shape is a DTensor like its parameter."""
+        """In a state dictionary, state of a shard's shape is sharded like its parameter."""
         params = list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
         state = {
             index: {name: _wrap(value, params[index]) for name, value in values.items()}
@@ -118,7 +115,7 @@ class LocalStep:
         for param, values in optimizer.state.items():
             if isinstance(values, dict):
                 for name, value in values.items():
-                    if isinstance(value, DTensor):
-                        values[name] = value._local_tensor
+                    if isinstance(value, Tensor):
+                        values[name] = local_of(value)
             if param in self._locals:
                 self._local_state[self._locals[param]] = values

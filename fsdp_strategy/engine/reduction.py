@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fsdp_strategy.engine.layout import plan_span
+from fsdp_strategy.engine.layout import plan_messages
 from fsdp_strategy.engine.mesh import ShardMesh
 from fsdp_strategy.engine.operations import Pending, ReduceOp
 from fsdp_strategy.engine.recorder import Ledger
+from fsdp_strategy.engine.sharded_tensor import ShardedTensor, local_of
 from fsdp_strategy.engine.unit import Span, Unit, UnitParam
 
 # Of a view in the list of views, seen by `sys.getrefcount` from a loop over it: list, loop variable, argument.
@@ -30,13 +30,11 @@ class _SpanGrads:
     params: list[UnitParam]
     op: ReduceOp
     buffer: Tensor  # (shard_numel,) the parameters' own dtype
-    views: list[DTensor]  # per trainable parameter, over `buffer`
+    views: list[ShardedTensor]  # per trainable parameter, over `buffer`
 
-    def rows_in(self, flat: Tensor, position: int) -> Tensor:
-        """The rows of one trainable parameter as a view of a (shard_numel,) buffer."""
-        layout = self.op.layout
-        first, last = layout.shard_rows[position]
-        return layout.params[position].view_rows(flat, layout.shard_starts[position], last - first)
+    def shard_in(self, flat: Tensor, position: int) -> Tensor:
+        """This rank's shard of one trainable parameter as a view of a (shard_numel,) buffer."""
+        return self.op.layout.shard_view(flat, position)
 
 
 @dataclass(slots=True)
@@ -80,9 +78,9 @@ class Reducer:
 
     def _build(self, span: Span, trainable: tuple[bool, ...], params: list[UnitParam]) -> _SpanGrads:
         mesh, reduce_dtype = self._mesh, self.reduce_dtype(span)
-        layout = plan_span(
-            tuple(param.spec for param in params), span.param_dtype.itemsize, shard_world_size=mesh.shard_world_size,
-            shard_rank=mesh.shard_rank, policy=mesh.collectives.policy,
+        layout = plan_messages(
+            [param.cut for param in params], span.param_dtype.itemsize, shard_rank=mesh.shard_rank,
+            policy=mesh.collectives.policy,
         )  # fmt: skip
         old = self._plans.get(span)
         if old is not None:
@@ -91,7 +89,7 @@ class Reducer:
         self._ledger.allocate("sharded_grad", buffer.nbytes)
         op = mesh.collectives.bind_reduce(layout, reduce_dtype=reduce_dtype, device=mesh.device)
         plan = _SpanGrads(trainable, params, op, buffer, [])
-        plan.views += [mesh.show(param.spec, plan.rows_in(buffer, i)) for i, param in enumerate(params)]
+        plan.views += [mesh.show(param.cut, plan.shard_in(buffer, i)) for i, param in enumerate(params)]
         return plan
 
     def start(self, unit: Unit) -> None:
@@ -162,16 +160,15 @@ class Reducer:
             if grad is None:
                 self._was_none.add(param)
                 if any(other is not None for other in present):
-                    view._local_tensor.copy_(plan.rows_in(total, position))
+                    view._local_tensor.copy_(plan.shard_in(total, position))
                 param.sharded.grad = view
             else:  # a gradient that the user put there, or kept from an earlier backward
-                local = grad._local_tensor if isinstance(grad, DTensor) else grad
-                local.add_(plan.rows_in(total, position))
+                local_of(grad).add_(plan.shard_in(total, position))
 
     def _renew_buffer(self, plan: _SpanGrads) -> None:
         with torch.inference_mode(False):
             plan.buffer = torch.zeros_like(plan.buffer)
-            plan.views = [self._mesh.show(p.spec, plan.rows_in(plan.buffer, i)) for i, p in enumerate(plan.params)]
+            plan.views = [self._mesh.show(p.cut, plan.shard_in(plan.buffer, i)) for i, p in enumerate(plan.params)]
 
     def settle(self, has_grad_anywhere: set[UnitParam]) -> None:
         """All ranks are through: gradients are final, and None for parameters that got none on any rank."""

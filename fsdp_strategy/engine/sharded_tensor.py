@@ -1,22 +1,27 @@
-"""What users see of a parameter between its gathers: a `DTensor` that gives right values wherever it is used.
+"""What users see of a parameter between its gathers: a tensor that gives right values wherever it is used.
 
-Outside a step it computes on shards as `DTensor` does, with two additions: a result that would need a reduction (a
-norm, a maximum) is reduced at once, so that reading it never gives one rank's share; and together with plain tensors it
-is gathered first. Inside a step, where models compute, every use gathers the whole parameter, with autograd: weights
-that a parent reads, penalties, logged norms. All ranks must do the same, as with every collective.
+Outside a step it computes on shards where it can; a result that would need a reduction (a norm, a maximum) is reduced
+at once, so that reading it never gives one rank's share; and together with plain tensors it is gathered first. In the
+per-parameter layout it is a `DTensor`; for the flat one see `flat_tensor`. Inside a step, where models compute, every
+use gathers the whole parameter, with autograd: weights that a parent reads, penalties, logged norms. All ranks must do
+the same, as with every collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map
 
-from fsdp_strategy.engine.layout import shard_bounds
+from fsdp_strategy.engine.cut import RowCut, shard_bounds
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Asks only about the tensor itself, or hands it on.
 _METADATA = frozenset({
@@ -54,29 +59,39 @@ class ParamOwner(Protocol):
         """The whole parameter has new values, already in this rank's shard."""
 
 
-def show(tensor: DTensor, owner: ParamOwner | None = None) -> ShardedTensor:
-    """Turn a sharded `DTensor` into a `ShardedTensor`, keeping its identity and its place in the graph."""
-    tensor.__class__ = ShardedTensor
-    if owner is not None:
-        tensor.__dict__["_owner"] = owner
-    assert isinstance(tensor, ShardedTensor)
-    return tensor
-
-
-def write_rows(tensor: DTensor, full: Tensor) -> None:
-    """Copy this rank's rows of `full` into the shard."""
-    mesh, local = tensor.device_mesh, tensor._local_tensor
-    if tensor.placements[0].is_replicate():
-        local.copy_(full)
-    else:
-        first, last = shard_bounds(tensor.shape[0], mesh.size(), mesh.get_local_rank())
-        local.copy_(full[first:last])
-
-
-class ShardedTensor(DTensor):
+class ShardedTensor(Tensor):
     """A sharded parameter, or something computed from one. See the module's documentation."""
 
     __slots__ = ()
+    _local_tensor: Tensor
+
+    @abstractmethod
+    def full_tensor(self) -> Tensor:
+        """The whole tensor on every rank, recorded by autograd where gradients are on. Collective."""
+
+    @abstractmethod
+    def keep(self, full: Tensor) -> None:
+        """Copy this rank's elements of the whole tensor `full` into the shard."""
+
+    @abstractmethod
+    def like(self, local: Tensor) -> ShardedTensor:
+        """`local`, of the shape of this rank's shard and any dtype, as a tensor sharded like this one."""
+
+    @abstractmethod
+    def piece(self) -> Tensor:
+        """This rank's elements, 1-D, as `join` wants them; 0 elements where another rank has the same ones."""
+
+    @abstractmethod
+    def piece_numels(self) -> list[int]:
+        """How many elements `piece` has on every rank."""
+
+    @abstractmethod
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from the pieces of all ranks."""
+
+    @abstractmethod
+    def lacks_elements(self) -> bool:
+        """Whether some rank has no element of it, so that a maximum over its shard is undefined there."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy is whole and plain: whoever copies a sharded module wants one that stands alone. Collective."""
@@ -95,6 +110,8 @@ class ShardedTensor(DTensor):
         kwargs = kwargs or {}
         name = _name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") == "__set__" and _set(name, *args):
+                return None
             if name in _ALIASES:
                 return _alias(func(*args, **kwargs), args[0])
             if _asks_only(func, name):
@@ -109,11 +126,81 @@ class ShardedTensor(DTensor):
             if is_in_place and (is_step or is_filled or _has_plain((args, kwargs))):
                 assert isinstance(target, ShardedTensor)
                 return _run_in_place(func, target, args, kwargs)
-            is_undefined = name in _NEEDS_A_ROW and any(map(_has_empty_shards, sharded))
-            if is_step or is_undefined or _has_plain((args, kwargs)):
+            is_undefined = name in _NEEDS_A_ROW and any(tensor.lacks_elements() for tensor in sharded)
+            is_recorded = not name.endswith("_like") and any(map(_needs_the_whole, sharded))
+            if is_step or is_undefined or is_recorded or _has_plain((args, kwargs)):
                 args, kwargs = tree_map(_whole, (args, kwargs))
                 return func(*args, **kwargs)
             return tree_map(_finish, func(*args, **kwargs))
+
+
+class RowShardedTensor(ShardedTensor, DTensor):
+    """Per-parameter layout: a `DTensor` with `Shard(0)`; `Replicate()` where the parameter is 0-d."""
+
+    __slots__ = ()
+
+    @classmethod
+    def make(cls, local: Tensor, cut: RowCut, axis: DeviceMesh) -> RowShardedTensor:
+        """This rank's rows of a parameter, or of something of its shape."""
+        placement = Replicate() if cut.is_replicated else Shard(0)
+        shape, stride = torch.Size(cut.spec.shape), cut.spec.stride
+        return _watch(DTensor.from_local(local, axis, [placement], run_check=False, shape=shape, stride=stride))
+
+    def _bounds(self) -> list[tuple[int, int]]:
+        size = self.device_mesh.size()
+        return [shard_bounds(self.shape[0], size, rank) for rank in range(size)]
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has the whole tensor."""
+        return self.placements[0].is_replicate()
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        """See `ShardedTensor`."""
+        return DTensor.full_tensor(self, **kwargs)
+
+    def keep(self, full: Tensor) -> None:
+        """See `ShardedTensor`."""
+        first, last = (None, None) if self.is_replicated else self._bounds()[self.device_mesh.get_local_rank()]
+        self._local_tensor.copy_(full[first:last] if full.dim() else full)
+
+    def like(self, local: Tensor) -> ShardedTensor:
+        """See `ShardedTensor`."""
+        return _watch(
+            DTensor.from_local(
+                local, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride()
+            )
+        )
+
+    def piece(self) -> Tensor:
+        """See `ShardedTensor`."""
+        flat = self._local_tensor.detach().contiguous().reshape(-1)
+        return flat[:0] if self.is_replicated and self.device_mesh.get_local_rank() else flat
+
+    def piece_numels(self) -> list[int]:
+        """See `ShardedTensor`."""
+        if self.is_replicated:
+            return [self.numel()] + [0] * (self.device_mesh.size() - 1)
+        return [(last - first) * self.shape[1:].numel() for first, last in self._bounds()]
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """See `ShardedTensor`."""
+        return torch.cat(list(pieces)).reshape(self.shape)
+
+    def lacks_elements(self) -> bool:
+        """See `ShardedTensor`."""
+        return not self.is_replicated and bool(self.dim()) and len(set(self._bounds()[-1])) == 1
+
+
+def local_of(value: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor; a plain tensor itself."""
+    return value._local_tensor if isinstance(value, (ShardedTensor, DTensor)) else value
+
+
+def _watch(tensor: DTensor) -> RowShardedTensor:
+    """Turn a sharded `DTensor` into ours, keeping its identity and its place in the graph."""
+    tensor.__class__ = RowShardedTensor
+    return cast("RowShardedTensor", tensor)
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -137,25 +224,47 @@ def _sharded_in(value: Any) -> Iterator[ShardedTensor]:
 def _has_plain(value: Any) -> bool:
     """Whether plain tensors take part that cannot be read as scalars."""
     return any(
-        isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.dim() for leaf in tree_flatten(value)[0]
+        isinstance(leaf, Tensor) and not isinstance(leaf, (ShardedTensor, DTensor)) and leaf.dim()
+        for leaf in tree_flatten(value)[0]
     )
 
 
-def _has_empty_shards(tensor: Tensor) -> bool:
-    """Whether some rank has no row of it."""
-    assert isinstance(tensor, DTensor)
-    if tensor.placements[0].is_replicate() or not tensor.dim():
-        return False
-    num_ranks = tensor.device_mesh.size()
-    first, last = shard_bounds(tensor.shape[0], num_ranks, num_ranks - 1)
-    return first == last
+def _needs_the_whole(tensor: ShardedTensor) -> bool:
+    """Whether autograd is to record an operation that only a `DTensor` can record over shards."""
+    return torch.is_grad_enabled() and tensor.requires_grad and not isinstance(tensor, DTensor)
 
 
 def _alias(result: Any, source: Tensor) -> Any:
     """`detach()` and `.data` of a parameter are still that parameter, without its gradient."""
     if isinstance(result, DTensor) and not isinstance(result, ShardedTensor):
-        show(result, _owner_of(source))
+        _watch(result)
+    if isinstance(result, ShardedTensor):
+        result.__dict__["_owner"] = _owner_of(source)
     return result
+
+
+def _set(name: str, target: ShardedTensor, value: Any) -> bool:
+    """`param.data = value` and `param.grad = value` of whole plain tensors keep this rank's share of them."""
+    if name == "data":
+        _set_data(target, value)
+        return True
+    if name == "grad" and isinstance(value, Tensor) and not isinstance(value, DTensor | ShardedTensor):
+        if value.shape != target.shape:
+            return False  # torch says what is wrong
+        target.grad = target.like(torch.empty_like(target._local_tensor, dtype=value.dtype))
+        target.grad.keep(value)
+        return True
+    return False
+
+
+def _set_data(target: ShardedTensor, value: Tensor) -> None:
+    """`param.data = value`: new values for the shards. Collective where `value` is whole and a step runs."""
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise ValueError(
+            f"Expected data of shape {tuple(target.shape)} and {target.dtype} for a sharded parameter, got "
+            f"{tuple(value.shape)} and {value.dtype}. Convert the module before the Trainer sets the strategy up."
+        )
+    _run_in_place(Tensor.copy_, target, (target, value), {})
 
 
 def _whole(value: Any) -> Any:
@@ -174,7 +283,7 @@ def _finish(value: Any) -> Any:
         return value
     if any(placement.is_partial() for placement in value.placements):
         return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim).to_local()
-    return show(value)
+    return _watch(value)
 
 
 def _run_in_place(func: Callable[..., Any], target: ShardedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -183,7 +292,7 @@ def _run_in_place(func: Callable[..., Any], target: ShardedTensor, args: Any, kw
     args, kwargs = tree_map(lambda value: full if value is target else _whole(value), (args, kwargs))
     func(*args, **kwargs)
     with torch.no_grad():
-        write_rows(target, full)
+        target.keep(full)
         owner = _owner_of(target)
         if owner is not None:
             owner.wrote(full)

@@ -1,7 +1,8 @@
 """One unit: its states, its buffers, and the parameters that its modules show.
 
-Sharded, a module shows `DTensor` parameters, views of the unit's shard buffers. Unsharded, it shows plain parameters,
-views of one storage that comes and goes as a whole: memory that autograd saved is found again at the same storage.
+Sharded, a module shows `ShardedTensor` parameters, views of the unit's shard buffers. Unsharded, it shows plain
+parameters, views of one storage that comes and goes as a whole: memory that autograd saved is found again at the same
+storage.
 
 [Note: version counters] The unsharded parameters are made with `set_` on the storage, and every refill goes through
 aliases made the same way. Each has a version counter of its own, so that a refill is not an in-place operation to
@@ -17,7 +18,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fsdp_strategy.engine.layout import ParamSpec, SpanLayout, align, plan_span
+from fsdp_strategy.engine.cut import Cut, Layout, ParamSpec, align
+from fsdp_strategy.engine.layout import SpanLayout, plan_span
 from fsdp_strategy.engine.mesh import ShardMesh
 from fsdp_strategy.engine.operations import GatherOp, Pending
 from fsdp_strategy.engine.recorder import Ledger
@@ -46,17 +48,15 @@ class UnitParam:
 
     fqn: str
     sites: list[tuple[nn.Module, str]]
-    spec: ParamSpec
-    sharded: ShardedTensor  # DTensor Shard(0): what the optimizer, checkpoints and users see between steps
+    cut: Cut
+    sharded: ShardedTensor  # what the optimizer, checkpoints and users see between steps
     unsharded: nn.Parameter  # plain leaf: what compute sees
-    local: Tensor  # (rows, ...) view of the shard buffer; the DTensor's local tensor
-    rows: tuple[int, int]  # of this rank
+    local: Tensor  # view of the shard buffer: (rows, ...), or 1-D in the flat layout; the local tensor of `sharded`
     version: int = 0  # of `unsharded` when it was gathered
 
     def write_back(self) -> None:
-        """Keep this rank's rows of what was written to the unsharded parameter."""
-        full = self.unsharded.detach()
-        self.local.copy_(full if self.spec.is_replicated else full[self.rows[0] : self.rows[1]])
+        """Keep this rank's elements of what was written to the unsharded parameter."""
+        self.sharded.keep(self.unsharded.detach())
 
 
 @dataclass(slots=True, eq=False)
@@ -256,13 +256,13 @@ def _view(
 def _shard_param(
     site: ParamSites, position: int, layout: SpanLayout, shard: Tensor, unsharded: Tensor, mesh: ShardMesh
 ) -> UnitParam:
-    """Copy this rank's rows of rank 0's values into the shard buffer, and let go of the full parameter."""
-    spec, (first, last) = layout.params[position], layout.shard_rows[position]
+    """Copy this rank's elements of rank 0's values into the shard buffer, and let go of the full parameter."""
+    cut = layout.cuts[position]
     full = _dense(site.param.detach()).to(mesh.device)
     mesh.collectives.broadcast(full)
-    local = spec.view_rows(shard, layout.shard_starts[position], last - first)
-    local.copy_(full if spec.is_replicated else full[first:last])
-    sharded = mesh.show(spec, local)
+    local = layout.shard_view(shard, position)
+    sharded = mesh.show(cut, local)
+    sharded.keep(full)
     sharded.requires_grad_(site.param.requires_grad)
     sharded._is_param = True
     sharded.__dict__.update(site.param.__dict__)  # marks that users put on parameters, read when grouping them
@@ -271,17 +271,17 @@ def _shard_param(
     site.param.data = torch.empty(0, dtype=site.param.dtype, device=site.param.device)
     # Hooks are bound to it before `wait_for_unshard` sets what is trainable.
     plain = nn.Parameter(unsharded, requires_grad=unsharded.is_floating_point() or unsharded.is_complex())
-    return UnitParam(spec.fqn, site.sites, spec, sharded, plain, local, (first, last))
+    return UnitParam(cut.spec.fqn, site.sites, cut, sharded, plain, local)
 
 
-def _plan(sites: list[ParamSites], param_dtype: torch.dtype, mesh: ShardMesh) -> SpanLayout:
+def _plan(sites: list[ParamSites], param_dtype: torch.dtype, mesh: ShardMesh, layout: Layout) -> SpanLayout:
     specs = tuple(
         ParamSpec(s.fqn, tuple(s.param.shape), tuple(_dense(s.param.detach()).stride()), s.param.is_complex())
         for s in sites
     )
     return plan_span(
-        specs, param_dtype.itemsize, shard_world_size=mesh.shard_world_size, shard_rank=mesh.shard_rank,
-        policy=mesh.collectives.policy,
+        specs, param_dtype.itemsize, layout=layout, shard_world_size=mesh.shard_world_size,
+        shard_rank=mesh.shard_rank, policy=mesh.collectives.policy,
     )  # fmt: skip
 
 
@@ -291,10 +291,10 @@ def _shard_span(
 ) -> Span:  # fmt: skip
     """Bind a span to its region of the storage, which begins at element `start`, and move its parameters over."""
     unsharded = [
-        _view(storage, param_dtype.to_complex(), (start + at) // 2, spec.shape, spec.stride, mesh.device)
-        if spec.is_complex
-        else _view(storage, param_dtype, start + at, spec.shape, spec.stride, mesh.device)
-        for spec, at in zip(layout.params, layout.starts, strict=True)
+        _view(storage, param_dtype.to_complex(), (start + at) // 2, cut.spec.shape, cut.spec.stride, mesh.device)
+        if cut.spec.is_complex
+        else _view(storage, param_dtype, start + at, cut.spec.shape, cut.spec.stride, mesh.device)
+        for cut, at in zip(layout.cuts, layout.starts, strict=True)
     ]
     params = [_shard_param(site, i, layout, shard, unsharded[i], mesh) for i, site in enumerate(sites)]
     alias = _view(storage, param_dtype, start, (layout.unsharded_numel,), (1,), mesh.device)
@@ -302,7 +302,7 @@ def _shard_span(
 
 
 def shard_unit(
-    plan: UnitPlan, index: int, mesh: ShardMesh, ledger: Ledger, param_dtypes: dict[str, torch.dtype]
+    plan: UnitPlan, index: int, mesh: ShardMesh, ledger: Ledger, param_dtypes: dict[str, torch.dtype], layout: Layout
 ) -> Unit:
     """Replace the parameters of a planned unit by shards. Collective; needs one unsharded unit above what was there.
 
@@ -312,27 +312,28 @@ def shard_unit(
         mesh: where the shards go.
         ledger: told of the bytes.
         param_dtypes: by fqn, the dtype to gather and compute in, where it is not the parameter's own.
+        layout: how parameters are cut.
     """
     by_dtype: dict[tuple[torch.dtype, torch.dtype], list[ParamSites]] = {}
     for site in plan.params:
         dtype = site.param.dtype.to_real() if site.param.is_complex() else site.param.dtype
         by_dtype.setdefault((dtype, param_dtypes.get(site.fqn, dtype)), []).append(site)
     with torch.inference_mode(False), torch.no_grad():
-        layouts = [_plan(sites, param_dtype, mesh) for (_, param_dtype), sites in by_dtype.items()]
+        layouts = [_plan(sites, param_dtype, mesh, layout) for (_, param_dtype), sites in by_dtype.items()]
         shards = [
-            torch.zeros(layout.shard_numel, dtype=dtype, device=mesh.device)
-            for layout, (dtype, _) in zip(layouts, by_dtype, strict=True)
+            torch.zeros(span.shard_numel, dtype=dtype, device=mesh.device)
+            for span, (dtype, _) in zip(layouts, by_dtype, strict=True)
         ]
         ledger.allocate("sharded_param", sum(shard.nbytes for shard in shards))
         is_alias = mesh.shard_world_size == 1 and all(own == param for own, param in by_dtype) and len(by_dtype) == 1
         starts_nbytes = [0]
-        for layout, (_, param_dtype) in zip(layouts, by_dtype, strict=True):
-            starts_nbytes.append(starts_nbytes[-1] + align(layout.unsharded_numel * param_dtype.itemsize, 1))
+        for span, (_, param_dtype) in zip(layouts, by_dtype, strict=True):
+            starts_nbytes.append(starts_nbytes[-1] + align(span.unsharded_numel * param_dtype.itemsize, 1))
         storage = torch.empty(starts_nbytes[-1], dtype=torch.uint8, device=mesh.device).untyped_storage()
         storage = shards[0].untyped_storage() if is_alias else storage
         spans = [
-            _shard_span(sites, layout, shard, storage, start // param_dtype.itemsize, param_dtype, mesh)
-            for layout, shard, start, ((_, param_dtype), sites) in zip(
+            _shard_span(sites, span, shard, storage, start // param_dtype.itemsize, param_dtype, mesh)
+            for span, shard, start, ((_, param_dtype), sites) in zip(
                 layouts, shards, starts_nbytes[:-1], by_dtype.items(), strict=True
             )
         ]
