@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from tests import layouts
 from tests.layouts import both_layouts
 from tests.models import Tiny, TinyWithStages, dealt_loader, seeded
 from tests.pooled_trainer import make_trainer, weights
@@ -48,12 +49,12 @@ def uninterrupted(ranks: RankPool) -> tuple[list[float], Weights]:
 
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Where], Path]:
-    """The file that a strategy has saved after one epoch."""
+    """The file that a strategy has saved after one epoch, in the layout of the running test."""
     directory = tmp_path_factory.mktemp("saved")
 
     def get(where: Where) -> Path:
         strategy, world_size = where
-        path = directory / f"{strategy}-{world_size}.ckpt"
+        path = directory / f"{strategy}-{world_size}-{layouts.current()}.ckpt"
         if not path.exists():
             ranks.run(_fit, world_size, strategy, world_size, max_epochs=1, save=path)
         return path
@@ -104,6 +105,21 @@ def test_a_resumed_run_goes_on_as_if_uninterrupted(
 def test_resuming_on_as_many_ranks_is_exact(ranks: RankPool, saved: Callable[[Where], Path]) -> None:
     resumed = ranks.run(_fit, 3, "ours", 3, max_epochs=2, resume=saved(("ours", 3)))
     whole = ranks.run(_fit, 3, "ours", 3, max_epochs=2)
+    _assert_equal(resumed[0][1], whole[0][1])
+    assert [losses for losses, _ in resumed] == [losses[NUM_STEPS:] for losses, _ in whole]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_resuming_in_the_other_layout_is_exact(
+    ranks: RankPool, saved: Callable[[Where], Path], world_size: int
+) -> None:
+    path, here = saved(("ours", world_size)), layouts.current()
+    layouts.choose("flat" if here == "per_parameter" else "per_parameter")
+    try:
+        resumed = ranks.run(_fit, world_size, "ours", world_size, max_epochs=2, resume=path)
+    finally:
+        layouts.choose(here)
+    whole = ranks.run(_fit, world_size, "ours", world_size, max_epochs=2)
     _assert_equal(resumed[0][1], whole[0][1])
     assert [losses for losses, _ in resumed] == [losses[NUM_STEPS:] for losses, _ in whole]
 
