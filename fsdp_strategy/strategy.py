@@ -54,13 +54,16 @@ class FullyShardedStrategy(RankedStrategy):
     meanwhile. Gradients are summed in fp32, averaged, and kept sharded. The module needs no changes.
 
     Args:
-        units: which modules are gathered and freed as one. "auto" finds the repeated blocks; or class names, class
-            paths and FQN patterns such as "layers.*", one or several; or a predicate `(fqn, module) -> bool`.
+        units: which modules are gathered and freed as one. "auto" finds the repeated blocks; or classes, class
+            names, class paths and FQN patterns such as "layers.*", one or several; or a predicate
+            `(fqn, module) -> bool`.
         layout: "per_parameter" cuts every parameter along dim 0 as `torch.chunk` does; "flat" lays those of a unit
             end to end and cuts the whole into equal pieces.
         prefetch_limit: units gathered ahead of the one that computes. 0 saves memory and waits for every gather.
         reduce_dtype: dtype in which gradients are summed over ranks. "auto" is float32, or the parameter's own
             dtype where that is wider.
+        activation_checkpointing: whose activations are computed again in backward instead of being kept: "units" for
+            those of every unit, or classes, class names and FQN patterns as for `units`. Costs one more forward.
         start_method: how ranks are started where no launcher has done so: "popen" runs the script again, "spawn"
             and "fork" start processes.
         process_group_backend: "nccl", "gloo", ...; the default of the device where None.
@@ -81,10 +84,11 @@ class FullyShardedStrategy(RankedStrategy):
     def __init__(
         self,
         *,
-        units: Literal["auto"] | str | list[str] | Callable[[str, nn.Module], bool] = "auto",
+        units: str | type[nn.Module] | list[str | type[nn.Module]] | Callable[[str, nn.Module], bool] = "auto",
         layout: Literal["per_parameter", "flat"] = "per_parameter",
         prefetch_limit: int = 1,
         reduce_dtype: ReduceDtype = "auto",
+        activation_checkpointing: str | type[nn.Module] | list[str | type[nn.Module]] | None = None,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | None = _compat.default_pg_timeout,
@@ -102,6 +106,7 @@ class FullyShardedStrategy(RankedStrategy):
             layout=layout,
             prefetch_limit=prefetch_limit,
             reduce_dtype=None if reduce_dtype == "auto" else getattr(torch, reduce_dtype),
+            activation_checkpointing=activation_checkpointing,
         )
         super().__init__(
             start_method=start_method,

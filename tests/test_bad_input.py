@@ -72,11 +72,20 @@ class NothingLikeIt:
         return False
 
 
+class Scale(nn.Module):
+    """Cannot initialise itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(2))
+
+
 class OnMeta(Tiny):
     def __init__(self, on_ranks: tuple[int, ...]) -> None:
         super().__init__()
+        self.head.scale = Scale()
         if dist.get_rank() in on_ranks:
-            self.head.to("meta")
+            self.head.scale.to("meta")
 
 
 class WiderOnRank1(Tiny):
@@ -119,8 +128,14 @@ MODELS: dict[str, tuple[type[Tiny], dict[str, Any], dict[str, Any], list[str]]] 
     "one_pattern_of_two": (Tiny, {}, {"units": ["Block", "layers.*"]}, ["'layers.*'", "units='auto'"]),
     "a_predicate_that_selects_nothing": (Tiny, {}, {"units": NothingLikeIt()}, ["`units`", "predicate"]),
     "a_container_as_unit": (Tiny, {}, {"units": "blocks"}, ["`blocks`", "ModuleList", "'blocks.*'"]),
-    "meta_parameters": (OnMeta, {"on_ranks": (0, 1)}, {}, ["every rank", "2 on the meta device", "`head.weight`"]),
-    "meta_parameters_on_one_rank": (OnMeta, {"on_ranks": (1,)}, {}, ["[rank 1]", "`head.weight`", "to_empty"]),
+    "no_values_on_meta": (
+        OnMeta,
+        {"on_ranks": (0, 1)},
+        {},
+        ["every rank", "`head.scale`", "'gain'", "reset_parameters"],
+    ),
+    "no_values_on_meta_on_one_rank": (OnMeta, {"on_ranks": (1,)}, {}, ["[rank 1]", "`head.scale`", "torch.device"]),
+    "checkpointing_nothing": (Tiny, {}, {"activation_checkpointing": "Nothing"}, ["`activation_check", "'Nothing'"]),
     "another_width_on_one_rank": (WiderOnRank1, {}, {}, ["rank 1", "`stem.weight`", "(5, 3)", "(7, 3)"]),
     "another_depth_on_one_rank": (LongerOnRank1, {}, {}, ["rank 1", "`blocks.3.norm.weight`"]),
     "another_name_on_one_rank": (RenamedOnRank1, {}, {}, ["rank 1", "`blocks.1.up.weight`"]),

@@ -29,24 +29,17 @@ def describe(plans: Sequence[UnitPlan]) -> list[str]:
     ]
 
 
-def check_materialised(module: nn.Module) -> None:
-    """Raise on a parameter that has no values yet.
+def check_not_lazy(module: nn.Module) -> None:
+    """Raise on a parameter that has no shape yet.
 
     Raises:
-        ValueError: for parameters on the meta device and uninitialised lazy ones.
+        ValueError: for uninitialised lazy parameters.
     """
-    named = list(module.named_parameters())
-    lazy = [fqn for fqn, param in named if isinstance(param, UninitializedParameter)]
+    lazy = [fqn for fqn, param in module.named_parameters() if isinstance(param, UninitializedParameter)]
     if lazy:
         raise ValueError(
             f"Expected initialised parameters, got {len(lazy)} lazy ones, first `{lazy[0]}`. Run one forward on a "
             "batch before training starts, so that their shapes are known."
-        )
-    on_meta = [fqn for fqn, param in named if param.is_meta]
-    if on_meta:
-        raise ValueError(
-            f"Expected materialised parameters, got {len(on_meta)} on the meta device, first `{on_meta[0]}`. Build the "
-            "model without `torch.device('meta')`, or call `model.to_empty(device=...)` and reset its parameters."
         )
 
 

@@ -20,10 +20,12 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
-from fsdp_strategy.engine.agreement import check_equal_models, check_materialised, check_params, run_on_all_or_none
+from fsdp_strategy.engine.activation import CheckpointedForward, CheckpointPolicy, find_checkpointed
+from fsdp_strategy.engine.agreement import check_equal_models, check_not_lazy, check_params, run_on_all_or_none
 from fsdp_strategy.engine.cut import Layout
 from fsdp_strategy.engine.hooks import Hooks
 from fsdp_strategy.engine.mesh import ShardMesh
+from fsdp_strategy.engine.meta_init import check_initialisable, materialise
 from fsdp_strategy.engine.order import CollectiveOrder
 from fsdp_strategy.engine.recorder import Ledger, Recorder
 from fsdp_strategy.engine.reduction import Reducer
@@ -43,6 +45,7 @@ class EngineConfig:
             parameters of a unit are laid end to end and cut into equal pieces.
         prefetch_limit: units gathered ahead of the one that computes, in forward and in backward.
         reduce_dtype: in which gradients are summed; None for float32, or the parameter's own dtype where wider.
+        activation_checkpointing: see `find_checkpointed`.
         param_dtypes: by fqn, the dtype to gather and compute in, where it is not the parameter's own.
     """
 
@@ -50,6 +53,7 @@ class EngineConfig:
     layout: Layout = "per_parameter"
     prefetch_limit: int = 1
     reduce_dtype: torch.dtype | None = None
+    activation_checkpointing: CheckpointPolicy = None
     param_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,16 +89,17 @@ class FullyShardedEngine:
         self.config = config or EngineConfig()
         self.module, self.mesh = module, mesh
         collectives = mesh.collectives
-        plans = run_on_all_or_none(collectives, self._plan, f"cannot shard {type(module).__name__}")
+        plans, checkpointed = run_on_all_or_none(collectives, self._plan, f"cannot shard {type(module).__name__}")
         check_equal_models(collectives, plans)
         self._ledger = Ledger()
         self._replaced_params: dict[int, tuple[str, Tensor]] = {
             id(site.param): (site.fqn, site.param) for plan in plans for site in plan.params
         }
-        self.units: list[Unit] = [
-            shard_unit(plan, index, mesh, self._ledger, self.config.param_dtypes, self.config.layout)
-            for index, plan in enumerate(plans)
-        ]
+        sharded = {
+            index: shard_unit(plan, index, mesh, self._ledger, self.config.param_dtypes, self.config.layout)
+            for index, plan in materialise(module, plans)
+        }
+        self.units: list[Unit] = [sharded[index] for index in range(len(plans))]
         self._share_buffers()
         self.root_unit: Unit | None = next((unit for unit in self.units if unit.is_root), None)
         self._reducer = Reducer(mesh, self._ledger, reduce_dtype=self.config.reduce_dtype)
@@ -108,15 +113,17 @@ class FullyShardedEngine:
             begin=self._begin_if_none, forward_done=self._forward_done, backward_starts=self._backward_starts,
             end_backward=self._end_backward,
         )  # fmt: skip
+        self._checkpointed = [CheckpointedForward(child) for child in checkpointed]
         self._live.add(self)
 
-    def _plan(self) -> list[UnitPlan]:
-        check_materialised(self.module)
+    def _plan(self) -> tuple[list[UnitPlan], list[nn.Module]]:
+        check_not_lazy(self.module)
+        check_initialisable(self.module)
         plans = find_units(self.module, self.config.units)
         check_params(plans)
         if not plans:
             raise ValueError(f"Expected a module with parameters, got {type(self.module).__name__} without any.")
-        return plans
+        return plans, find_checkpointed(self.module, self.config.activation_checkpointing, plans)
 
     @torch.no_grad()
     def _share_buffers(self) -> None:
@@ -226,6 +233,8 @@ class FullyShardedEngine:
     def forget_module(self) -> None:
         """Take the hooks off; the caller has given the module other parameters. See `restore`."""
         self._hooks.remove()
+        for forward in self._checkpointed:
+            forward.remove()
         self._live.discard(self)
 
     def _begin_if_none(self) -> None:

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 UnitPredicate = Callable[[str, nn.Module], bool]
-UnitPolicy = str | Sequence[str] | UnitPredicate
+Pattern = str | type[nn.Module]  # class name, class path, FQN pattern; or the class
+UnitPolicy = Pattern | Sequence[Pattern] | UnitPredicate
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -94,31 +95,49 @@ def _class_names(module: nn.Module) -> set[str]:
     return {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
 
 
-def _match(root: nn.Module, policy: Sequence[str] | UnitPredicate) -> list[tuple[str, nn.Module]]:
+def _is_named(fqn: str, module: nn.Module, pattern: Pattern) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    return pattern in _class_names(module) or fnmatch.fnmatchcase(fqn, pattern)
+
+
+def match_modules(
+    root: nn.Module, patterns: Sequence[Pattern], argument: str = "units", fallback: str = "'auto'"
+) -> list[tuple[str, nn.Module]]:
+    """The modules below `root`, with their fqns, that classes, class names and paths, or FQN patterns name.
+
+    Raises:
+        ValueError: if a pattern matches nothing, naming the user's `argument` and a `fallback` for it.
+    """
     named = [(fqn, module) for fqn, module in root.named_modules() if fqn]
-    if callable(policy):
-        found = [(fqn, module) for fqn, module in named if policy(fqn, module)]
-        if not found:
-            raise ValueError("Expected `units` to select at least one module, got a predicate that selects none.")
-        return [pair for pair in found if not _is_read_by_its_parent(pair[1])]
     found = []
-    for pattern in policy:
-        hits = [(fqn, m) for fqn, m in named if pattern in _class_names(m) or fnmatch.fnmatchcase(fqn, pattern)]
+    for pattern in patterns:
+        hits = [(fqn, module) for fqn, module in named if _is_named(fqn, module, pattern)]
         if not hits:
             classes = sorted({type(module).__name__ for _, module in named if _num_params(module)})
             raise ValueError(
-                f"Expected `units` to name a class or an FQN pattern of this model, got {pattern!r}, which matches "
-                f"nothing. Classes with parameters: {', '.join(classes)}; FQNs look like "
-                f"{', '.join(repr(fqn) for fqn, _ in named[:3])}. Use one of them, or units='auto'."
+                f"Expected `{argument}` to name a class or an FQN pattern of this model, got {pattern!r}, which "
+                f"matches nothing. Classes with parameters: {', '.join(classes)}; FQNs look like "
+                f"{', '.join(repr(fqn) for fqn, _ in named[:3])}. Use one of them, or {argument}={fallback}."
             )
         found += hits
-    return [pair for pair in dict(found).items() if not _is_read_by_its_parent(pair[1])]
+    return list(dict(found).items())
+
+
+def _match(root: nn.Module, policy: Sequence[Pattern] | UnitPredicate) -> list[tuple[str, nn.Module]]:
+    if not isinstance(policy, Sequence):
+        found = [(fqn, module) for fqn, module in root.named_modules() if fqn and policy(fqn, module)]
+        if not found:
+            raise ValueError("Expected `units` to select at least one module, got a predicate that selects none.")
+    else:
+        found = match_modules(root, policy)
+    return [pair for pair in found if not _is_read_by_its_parent(pair[1])]
 
 
 def _select(root: nn.Module, policy: UnitPolicy) -> list[tuple[str, nn.Module]]:
     if policy == "auto":
         return _find_repeated_blocks(root)
-    selected = _match(root, [policy] if isinstance(policy, str) else policy)
+    selected = _match(root, [policy] if isinstance(policy, (str, type)) else policy)
     for fqn, module in selected:
         if not _has_own_forward(module):
             raise ValueError(
@@ -164,8 +183,9 @@ def find_units(root: nn.Module, policy: UnitPolicy = "auto") -> list[UnitPlan]:
 
     Args:
         root: the whole model.
-        policy: "auto" for the repeated blocks (children of one class in a ModuleList, ModuleDict or Sequential); class
-            names or paths and FQN patterns (`fnmatch`), one or several; or a predicate `(fqn, module) -> bool`.
+        policy: "auto" for the repeated blocks (children of one class in a ModuleList, ModuleDict or Sequential);
+            classes, class names or paths and FQN patterns (`fnmatch`), one or several; or a predicate
+            `(fqn, module) -> bool`.
 
     Raises:
         ValueError: if a name or the predicate matches nothing, or a match has no forward of its own.
