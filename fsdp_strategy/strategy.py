@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,6 +63,8 @@ class FullyShardedStrategy(RankedStrategy):
         prefetch_limit: units gathered ahead of the one that computes. 0 saves memory and waits for every gather.
         reduce_dtype: dtype in which gradients are summed over ranks. "auto" is float32, or the parameter's own
             dtype where that is wider.
+        accumulate: what micro-batches of `accumulate_grad_batches` add up. "sharded": reduced shards, a reduction for
+            each. "unsharded": whole gradients on every rank, reduced once; costs 4 bytes per parameter and rank.
         activation_checkpointing: whose activations are computed again in backward instead of being kept: "units" for
             those of every unit, or classes, class names and FQN patterns as for `units`. Costs one more forward.
         start_method: how ranks are started where no launcher has done so: "popen" runs the script again, "spawn"
@@ -88,6 +91,7 @@ class FullyShardedStrategy(RankedStrategy):
         layout: Literal["per_parameter", "flat"] = "per_parameter",
         prefetch_limit: int = 1,
         reduce_dtype: ReduceDtype = "auto",
+        accumulate: Literal["sharded", "unsharded"] = "sharded",
         activation_checkpointing: str | type[nn.Module] | list[str | type[nn.Module]] | None = None,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -101,6 +105,7 @@ class FullyShardedStrategy(RankedStrategy):
         """Nothing is allocated or launched before the Trainer runs."""
         _choice("start_method", start_method, ("popen", "spawn", "fork"))
         _choice("reduce_dtype", reduce_dtype, ("auto", "float32", "float64", "bfloat16", "float16"))
+        self._accumulate = _choice("accumulate", accumulate, ("sharded", "unsharded"))
         self._config = EngineConfig(
             units=units,
             layout=layout,
@@ -279,6 +284,22 @@ class FullyShardedStrategy(RankedStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.iteration("prediction"):
             return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """The Trainer enters it around all but the last micro-batch; users may in manual optimization."""
+        with self.engine.accumulating() if self._accumulate == "unsharded" else nullcontext():
+            yield
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if self.engine.has_accumulated and not self.lightning_module.automatic_optimization:
+            raise RuntimeError(
+                f"[rank {self.global_rank}] Expected reduced gradients at the optimizer step, got some that are still "
+                "accumulated on each rank. Run the last backward before the step outside of block_backward_sync."
+            )
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

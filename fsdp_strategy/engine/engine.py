@@ -165,9 +165,14 @@ class FullyShardedEngine:
         """Start an iteration of a kind ("training", "validation", ...): its units are expected in one order.
 
         The root unit is unsharded until the backward, or the iteration, has ended. Meets all ranks.
+
+        Raises:
+            RuntimeError: on every rank, if one begins an iteration of another kind.
         """
         if self._iteration is not None:
             self.end()
+        if not self._order.reduces:
+            kind = f"{kind}, accumulating"
         self._iteration, self._is_implicit = kind, False
         self._order.begin(kind)
         if self.root_unit is not None:
@@ -207,6 +212,23 @@ class FullyShardedEngine:
         finally:
             self._hooks.is_step = False
             self._hooks.free_accessed()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside the block, backward passes add to whole gradients on this rank; the first one after it reduces all.
+
+        Costs as many bytes as the model has gradients in `reduce_dtype`, and saves the reductions.
+        """
+        self._order.reduces = False
+        try:
+            yield
+        finally:
+            self._order.reduces = True
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether gradients from inside `accumulating` wait for a backward outside of it."""
+        return self._reducer.has_accumulated
 
     def watch_loss(self, loss: Tensor) -> None:
         """Call before `loss.backward()` where recomputation may nest graphs: its end is the end of this graph."""

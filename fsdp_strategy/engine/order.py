@@ -11,6 +11,7 @@ negotiate again, until all are done. After such a round the schedule is dropped 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -51,6 +52,7 @@ class CollectiveOrder:
         self._schedules: dict[str, Schedule] = {}
         self._num_drops: dict[str, int] = {}
         self._is_abandoned = False
+        self.reduces = True  # False while gradients of micro-batches are accumulated unsharded
         self._reset_iteration()
 
     # -- iterations ---------------------------------------------------------------------------------------------------
@@ -79,6 +81,7 @@ class CollectiveOrder:
 
     def end(self) -> None:
         """End the iteration: take part in what other ranks still do in it, then settle its schedule."""
+        self._is_open |= self.reduces and self._reducer.has_accumulated
         while self._is_open or self._round is not None:
             self.close_round()
         if self._any_deviated:
@@ -93,6 +96,7 @@ class CollectiveOrder:
 
     def join_while_others_run(self, kind: str) -> None:
         """This rank has no more iterations of the kind: take part in those of the others until none has any."""
+        self._kind = kind
         while self._negotiate(_IDLE) != _IDLE:
             self._reset_iteration(kind)
             self._is_open = self._any_idle = True
@@ -130,6 +134,9 @@ class CollectiveOrder:
     def reduce(self, unit: Unit) -> None:
         """`unit` has its gradients: reduce them now, or as soon as the collectives before it have been started."""
         self._is_open = True
+        if not self.reduces:
+            self._reducer.accumulate(unit)
+            return
         if self._round is None:
             self._negotiate(_reduce_request(unit))
             return
@@ -152,7 +159,9 @@ class CollectiveOrder:
         if self._round is not None:
             self._skip_to(len(self._round.ops))
         for unit in self._units:
-            if any(param.unsharded.grad is not None for param in unit.params):
+            if not self.reduces:
+                self._reducer.accumulate(unit)
+            elif self._reducer.has_grads_of(unit):
                 self._deviated |= self._schedule is not None
                 self._negotiate(_reduce_request(unit))
         self._reducer.finish()
@@ -226,19 +235,33 @@ class CollectiveOrder:
         """
         while True:
             flags = [param in self._reducer.has_grad for param in self._params]
-            mine = torch.tensor([request, self._deviated, request == _IDLE, *flags], dtype=torch.int32)
-            highest = self._collectives.agree_max(mine)
+            kind = zlib.crc32(self._kind.encode()) >> 1
+            facts = [request, self._deviated, request == _IDLE, kind, -kind]
+            highest = self._collectives.agree_max(torch.tensor([*facts, *flags], dtype=torch.int32))
             self._ledger.event("agree", "")
+            if highest[3] != -highest[4]:
+                self._raise_different_kinds()
             code = int(highest[0])
             self._any_deviated |= bool(highest[1])
             self._any_idle |= bool(highest[2])
             if code >= _FIRST_OP:
                 self._serve(code, mine=code == request)
             elif code == _DONE and request == _DONE:
-                anywhere = {param for param, flag in zip(self._params, highest[3:].tolist(), strict=True) if flag}
+                anywhere = {
+                    param for param, flag in zip(self._params, highest[len(facts) :].tolist(), strict=True) if flag
+                }
                 self._reducer.settle(anywhere)
             if code == request or (request == _IDLE and code == _BEGIN):
                 return code
+
+    def _raise_different_kinds(self) -> None:
+        kinds = self._collectives.exchange_objects(self._kind)
+        self._is_abandoned = True
+        listed = ", ".join(f"{kind!r} on rank {rank}" for rank, kind in enumerate(kinds))
+        raise RuntimeError(
+            f"[rank {self._collectives.shard_rank}] Expected the same kind of step on every rank, got {listed}. "
+            "Give every rank as many batches as the others, and run the same loops on all of them."
+        )
 
     def _serve(self, code: int, *, mine: bool) -> None:
         index, is_reduce = divmod(code - _FIRST_OP, 2)

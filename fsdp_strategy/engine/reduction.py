@@ -59,6 +59,7 @@ class Reducer:
         # what other ranks reduce meanwhile is held back.
         self.in_backward = False
         self._held: list[tuple[_SpanGrads, Tensor]] = []
+        self._accumulated: dict[UnitParam, Tensor] = {}  # whole gradients of earlier micro-batches, in `reduce_dtype`
 
     def reduce_dtype(self, span: Span) -> torch.dtype:
         """The dtype in which the gradients of the span are summed."""
@@ -92,6 +93,39 @@ class Reducer:
         plan.views += [mesh.show(param.cut, plan.shard_in(buffer, i)) for i, param in enumerate(params)]
         return plan
 
+    def accumulate(self, unit: Unit) -> None:
+        """Add the gradients that `unit` has to those of earlier micro-batches, on this rank alone."""
+        with torch.no_grad():
+            for span in unit.spans:
+                for param in span.params:
+                    if param.unsharded.grad is not None:
+                        self._accumulated[param] = self._take(param, self.reduce_dtype(span))
+
+    def _take(self, param: UnitParam, dtype: torch.dtype) -> Tensor:
+        """All of the parameter's gradient on this rank, out of where it lies; in `dtype` if earlier ones are in it."""
+        grad, earlier = param.unsharded.grad, self._accumulated.pop(param, None)
+        param.unsharded.grad = None
+        if earlier is not None:
+            if grad is not None:
+                earlier.add_(grad)
+                self._ledger.free("unsharded_grad", grad.nbytes)
+            return earlier
+        assert grad is not None
+        taken = grad.to(dtype.to_complex() if grad.is_complex() else dtype)
+        if taken is not grad:
+            self._ledger.allocate("unsharded_grad", taken.nbytes)
+            self._ledger.free("unsharded_grad", grad.nbytes)
+        return taken
+
+    def has_grads_of(self, unit: Unit) -> bool:
+        """Whether this rank has gradients of the unit that are not reduced."""
+        return any(param.unsharded.grad is not None or param in self._accumulated for param in unit.params)
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether gradients of earlier micro-batches wait for their reduction."""
+        return bool(self._accumulated)
+
     def start(self, unit: Unit) -> None:
         """Enqueue the reduction of the gradients that `unit` has on this rank; missing ones count as zero.
 
@@ -107,13 +141,12 @@ class Reducer:
                     continue
                 for param in span.params:
                     if not param.sharded.requires_grad:
-                        unit.drop_grad(param)  # it was frozen after it was unsharded
-                grads = [param.unsharded.grad for param in plan.params]
+                        self._drop(unit, param)  # it was frozen after it was unsharded
+                grads = [self._take_all(param) for param in plan.params]
                 for param, grad in zip(plan.params, grads, strict=True):
                     if grad is not None:
                         self.has_grad.add(param)
                         flight.grad_nbytes += grad.nbytes
-                        param.unsharded.grad = None
                 op = plan.op
                 flight.parts.append((plan, op.start(grads)))
                 flight.buffer_nbytes += op.buffer_numel * op.reduce_dtype.itemsize
@@ -125,6 +158,18 @@ class Reducer:
         self._ledger.event(
             "reduce_scatter", unit.fqn, sent_numel=sent_numel, sent_nbytes=sent_nbytes, num_messages=num_messages
         )
+
+    def _drop(self, unit: Unit, param: UnitParam) -> None:
+        unit.drop_grad(param)
+        earlier = self._accumulated.pop(param, None)
+        if earlier is not None:
+            self._ledger.free("unsharded_grad", earlier.nbytes)
+
+    def _take_all(self, param: UnitParam) -> Tensor | None:
+        if param in self._accumulated:
+            return self._take(param, self._accumulated[param].dtype)
+        grad, param.unsharded.grad = param.unsharded.grad, None
+        return grad
 
     def finish(self) -> None:
         """Wait for the reduction in flight, if any, and add its result to the sharded gradients."""
@@ -188,6 +233,8 @@ class Reducer:
         self._held.clear()
         self._was_none.clear()
         self.has_grad.clear()
+        self._ledger.free("unsharded_grad", sum(grad.nbytes for grad in self._accumulated.values()))
+        self._accumulated.clear()
         self.in_backward = False
 
     def drain(self) -> None:
