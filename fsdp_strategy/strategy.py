@@ -30,6 +30,7 @@ from fsdp_strategy.checkpoint import (
 from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, LocalStep, ShardMesh, restore
 from fsdp_strategy.engine.elementwise import check_elementwise
 from fsdp_strategy.foreign_arguments import meets_foreign_arguments
+from fsdp_strategy.loaders import end_together
 from fsdp_strategy.precision import ShardedPrecision, shard_precision
 from fsdp_strategy.ranks import RankedStrategy, StartMethod
 
@@ -209,6 +210,14 @@ class FullyShardedStrategy(RankedStrategy):
                     return engine
                 restore(engine)
         return FullyShardedEngine(self.lightning_module, self._mesh, config)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Training and validation end on all ranks together. Prediction does not: see `JoinPrediction`."""
+        assert self.lightning_module is not None
+        if self._mesh is None or self.lightning_module.trainer.state.fn == _compat.TrainerFn.PREDICTING:
+            return dataloader
+        return end_together(dataloader, self._mesh.collectives)
 
     @override
     def model_to_device(self) -> None:
