@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from fsdp_strategy import _compat
-from fsdp_strategy.callbacks import JoinPrediction
+from fsdp_strategy.callbacks import JoinPrediction, shard_averages
 from fsdp_strategy.checkpoint import (
     full_optimizer_state_dict,
     full_state_dict,
+    gather_sharded,
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
@@ -188,6 +189,7 @@ class FullyShardedStrategy(RankedStrategy):
             self.precision_plugin.convert_module(self.lightning_module)
             self._engine = self._make_engine()
         self.precision_plugin.attach(self._engine)
+        shard_averages(trainer, self._engine)
         self.model = self.lightning_module
         self.model_to_device()
         if is_fit:
@@ -358,7 +360,9 @@ class FullyShardedStrategy(RankedStrategy):
                 rank_zero_warn(
                     f"{filepath} is not written: it needs all ranks, and not all of them have come to save it."
                 )
-        elif self.is_global_zero:
+            return
+        checkpoint = gather_sharded(self.engine, checkpoint)
+        if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _agree_to_save(self) -> bool:

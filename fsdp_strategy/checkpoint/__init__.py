@@ -3,6 +3,7 @@
 from fsdp_strategy.checkpoint.full import (
     full_optimizer_state_dict,
     full_state_dict,
+    gather_sharded,
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
@@ -10,6 +11,7 @@ from fsdp_strategy.checkpoint.full import (
 __all__ = [
     "full_optimizer_state_dict",
     "full_state_dict",
+    "gather_sharded",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
 ]

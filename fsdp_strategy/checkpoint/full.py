@@ -7,6 +7,7 @@ free.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,6 +49,19 @@ def full_state_dict(engine: FullyShardedEngine, module: nn.Module) -> dict[str, 
         if engine.mesh.shard_rank == 0:
             full[fqn] = whole if isinstance(value, ShardedTensor) else _to_cpu(value)
     return full
+
+
+def gather_sharded(engine: FullyShardedEngine, value: Any) -> Any:
+    """`value` with every sharded tensor in its dictionaries and lists whole on rank 0, None elsewhere. Collective."""
+    if isinstance(value, ShardedTensor):
+        return gather_full(engine, value)
+    if isinstance(value, dict):
+        gathered = copy.copy(value)  # of its own type, with its attributes
+        gathered.update((key, gather_sharded(engine, item)) for key, item in value.items())
+        return gathered
+    if type(value) is list:
+        return [gather_sharded(engine, item) for item in value]
+    return value
 
 
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:

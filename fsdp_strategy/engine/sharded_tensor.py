@@ -114,6 +114,8 @@ class ShardedTensor(Tensor):
                 return None
             if name in _ALIASES:
                 return _alias(func(*args, **kwargs), args[0])
+            if name.startswith("_foreach_") and name.endswith("_") and _match_by_row(args):
+                return func(*_local_lists(args), **kwargs)
             if _asks_only(func, name):
                 return func(*args, **kwargs)
             sharded = list(_sharded_in((args, kwargs)))
@@ -229,6 +231,24 @@ def _has_plain(value: Any) -> bool:
     )
 
 
+def _match_by_row(lists: Sequence[Any]) -> bool:
+    """Whether in every row of the lists of tensors all are plain, or all are sharded and cut alike."""
+    columns = [column for column in lists if isinstance(column, (list, tuple)) and isinstance(column[0], Tensor)]
+    return all(
+        len({(type(item), item.shape) if isinstance(item, (ShardedTensor, DTensor)) else None for item in row}) == 1
+        for row in zip(*columns, strict=True)
+    )
+
+
+def _local_lists(lists: Sequence[Any]) -> list[Any]:
+    return [
+        [local_of(item) if isinstance(item, Tensor) else item for item in column]
+        if isinstance(column, (list, tuple))
+        else column
+        for column in lists
+    ]
+
+
 def _needs_the_whole(tensor: ShardedTensor) -> bool:
     """Whether autograd is to record an operation that only a `DTensor` can record over shards."""
     return torch.is_grad_enabled() and tensor.requires_grad and not isinstance(tensor, DTensor)
@@ -287,13 +307,24 @@ def _finish(value: Any) -> Any:
 
 
 def _run_in_place(func: Callable[..., Any], target: ShardedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run on the whole of the target and keep this rank's rows."""
+    """Run on the whole of the target and keep this rank's share."""
+    if _name_of(func) == "copy_" and _is_whole(args[1], target):
+        with torch.no_grad():
+            return _keep(target, args[1])
     full = _whole(target).detach()
     args, kwargs = tree_map(lambda value: full if value is target else _whole(value), (args, kwargs))
     func(*args, **kwargs)
     with torch.no_grad():
-        target.keep(full)
-        owner = _owner_of(target)
-        if owner is not None:
-            owner.wrote(full)
+        return _keep(target, full)
+
+
+def _is_whole(value: Any, target: ShardedTensor) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor | ShardedTensor) and value.shape == target.shape
+
+
+def _keep(target: ShardedTensor, full: Tensor) -> ShardedTensor:
+    target.keep(full)
+    owner = _owner_of(target)
+    if owner is not None:
+        owner.wrote(full)
     return target
