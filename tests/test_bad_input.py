@@ -201,6 +201,14 @@ class WithAStranger(Tiny):
         return torch.optim.Adam([*self.parameters(), *self.stranger], lr=0.1)
 
 
+class GrowsLater(Tiny):
+    """Adds a layer when training has begun, and gives it to the optimizer."""
+
+    def on_train_start(self) -> None:
+        self.extra = nn.Linear(2, 2)
+        self.optimizers().add_param_group({"params": self.extra.parameters()})
+
+
 OPTIMIZERS: dict[str, tuple[type[Tiny], list[str]]] = {
     "built_in_the_constructor": (BuiltEarly, ["optimizer 0 (SGD)", "`scale`", "configure_optimizers"]),
     "built_from_an_early_list": (ListedEarly, ["optimizer 0 (SGD)", "`head.weight`", "configure_optimizers"]),
@@ -214,3 +222,10 @@ def test_an_optimizer_over_other_tensors_than_the_shards_is_an_error(ranks: Rank
     for rank, (kind, message, _) in enumerate(ranks.run(_fit_error, 2, cls, {}, {})):
         assert kind == "ValueError"
         assert [text for text in [f"[rank {rank}]", *expected] if text not in message] == [], message
+
+
+def test_a_parameter_that_comes_after_setup_is_an_error(ranks: RankPool) -> None:
+    for kind, message, seconds in ranks.run(_fit_error, 2, GrowsLater, {}, {}):
+        assert kind == "ValueError"
+        assert [text for text in ["SGD", "configure_model", "neither sharded"] if text not in message] == [], message
+        assert seconds < 10

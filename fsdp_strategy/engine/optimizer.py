@@ -76,6 +76,12 @@ class LocalStep:
         optimizer = self._optimizer
         self._lists = [group["params"] for group in optimizer.param_groups]
         for group, visible in zip(optimizer.param_groups, self._lists, strict=True):
+            if any(param not in self._locals for param in visible):
+                raise ValueError(
+                    "Expected an optimizer over parameters that were there when the strategy was set up, got a new one "
+                    f"in a group of {type(optimizer).__name__}: it is neither sharded nor the same on all ranks. Add "
+                    "it to the module in __init__, setup or configure_model."
+                )
             local = [self._locals[param] for param in visible]
             with torch._C.DisableTorchFunctionSubclass():
                 for mine, param in zip(local, visible, strict=True):
