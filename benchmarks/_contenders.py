@@ -1,81 +1,90 @@
-"""What races: one model, one optimizer, one kind of batch, trained by a Lightning Trainer under each strategy.
+"""What races under a Lightning Trainer: one model, one optimizer, one kind of batch, under each strategy.
 
-`ours` is this package. `fully_shard` is torch's FSDP2 as Lightning offers it: `configure_model` shards every block and
-then the module. `ddp` is Lightning's DDP. `limit` is the same work on every rank without any communication, which
-nothing that averages gradients can beat.
+`ours` is this package in its default layout, `ours_flat` and the like in the others. `fully_shard` is torch's FSDP2 as
+Lightning offers it: `configure_model` shards every block and then the module. `ddp` is Lightning's DDP. `limit` is the
+same work on every rank without any communication, which nothing that averages gradients can beat.
 """
 
 import gc
 import time
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from _ranks import JoinedRanks
+from _models import Batch, Blocks, Work, loss_of
+from _trainees import OURS as LAYOUTS
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from fsdp_strategy import FullyShardedStrategy
 
-CONTENDERS = ("ours", "fully_shard", "ddp", "limit")
-SIZES = {"small": (1, 32), "medium": (2, 64), "large": (8, 128)}  # sequences in a batch of one rank, tokens in each
+_OPTIONS = signature(FullyShardedStrategy).parameters
 
-Batch = tuple[Tensor, Tensor]
+# What FullyShardedStrategy is given, by contender. What it cannot be given yet does not race.
+OURS: dict[str, dict[str, str]] = {
+    name: {} if name == "ours" else {"layout": layout}
+    for name, layout in LAYOUTS.items()
+    if name == "ours" or "layout" in _OPTIONS
+}
+# The low-precision wire differs from the other only where gradients have low precision.
+LOW_WIRE: dict[str, dict[str, str]] = {
+    f"{name}_wire": {**options, "reduce_wire": "param_dtype"}
+    for name, options in OURS.items()
+    if "reduce_wire" in _OPTIONS
+}
+CONTENDERS = (*OURS, *LOW_WIRE, "fully_shard", "ddp", "limit")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """The model and its batches. The defaults are a 12-block transformer of 37.8 million parameters."""
-
-    batch_size: int
-    num_tokens: int
-    num_blocks: int = 12
-    dim: int = 512
-    num_heads: int = 8
-    ffn_dim: int = 2048
+class JoinedRanks(ClusterEnvironment):
+    """Tells a Trainer about ranks that are in a process group already: nothing is started, nobody meets again."""
 
     @property
-    def num_params(self) -> int:
-        """Elements of all parameters."""
-        attention = 4 * self.dim * self.dim + 4 * self.dim
-        ffn = 2 * self.dim * self.ffn_dim + self.ffn_dim + self.dim
-        return self.num_blocks * (attention + ffn + 4 * self.dim)
+    def creates_processes_externally(self) -> bool:
+        return True
 
-    def batches(self, num_batches: int, *, rank: int) -> list[Batch]:
-        """Random inputs, different on every rank; the target is the input of the token before."""
-        generator = torch.Generator().manual_seed(1000 + rank)
-        shape = (self.batch_size, self.num_tokens, self.dim)
-        inputs = [torch.randn(shape, generator=generator) for _ in range(num_batches)]
-        return [(x, x.roll(1, dims=1)) for x in inputs]
+    @property
+    def main_address(self) -> str:
+        raise AssertionError("The ranks have met already.")
 
+    @property
+    def main_port(self) -> int:
+        raise AssertionError("The ranks have met already.")
 
-class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each after a norm and beside a residual."""
+    @staticmethod
+    def detect() -> bool:
+        return False
 
-    def __init__(self, work: Work) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(work.dim)
-        self.self_attn = nn.MultiheadAttention(work.dim, work.num_heads, batch_first=True)
-        self.norm2 = nn.LayerNorm(work.dim)
-        self.ffn = nn.Sequential(nn.Linear(work.dim, work.ffn_dim), nn.GELU(), nn.Linear(work.ffn_dim, work.dim))
+    def world_size(self) -> int:
+        return dist.get_world_size()
 
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm1(x)
-        x = x + self.self_attn(normed, normed, normed, need_weights=False)[0]
-        return x + self.ffn(self.norm2(x))
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+    def node_rank(self) -> int:
+        return 0
 
 
 class Transformer(L.LightningModule):
-    """Blocks and nothing else; `losses` has this rank's loss of every step."""
+    """The blocks; `losses` has this rank's loss of every step."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(TransformerBlock(work) for _ in range(work.num_blocks))
+        self.layers = Blocks(work).layers
         self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,8 +93,7 @@ class Transformer(L.LightningModule):
         return x
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.mse_loss(self(x), y)
+        loss = loss_of(self, batch)
         self.losses.append(loss.detach())
         return loss
 
@@ -112,8 +120,9 @@ def make_model(name: str, work: Work) -> Transformer:
 
 def make_strategy(name: str) -> Strategy:
     """As a user would write it, with all defaults."""
-    if name == "ours":
-        return FullyShardedStrategy()
+    ours = {**OURS, **LOW_WIRE}
+    if name in ours:
+        return FullyShardedStrategy(**ours[name])
     if name == "fully_shard":
         return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
     if name == "ddp":
@@ -151,7 +160,7 @@ class Stopwatch(L.Callback):
         self._mark = wall, cpu
 
 
-def fit(name: str, work: Work, *, num_warmup: int, num_steps: int, callbacks: list[L.Callback] | None = None) -> Fit:
+def fit(name: str, work: Work, *, num_warmup: int, num_steps: int, precision: str = "32-true") -> Fit:
     """Train a fresh model under a fresh Trainer. All ranks must call it."""
     gc.collect()
     model, stopwatch = make_model(name, work), Stopwatch(num_warmup)
@@ -162,7 +171,8 @@ def fit(name: str, work: Work, *, num_warmup: int, num_steps: int, callbacks: li
         strategy=make_strategy(name),
         plugins=[] if name == "limit" else [JoinedRanks()],
         max_epochs=1,
-        callbacks=[stopwatch, *(callbacks or [])],
+        callbacks=[stopwatch],
+        precision=precision,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -15,56 +15,33 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning.fabric.plugins import ClusterEnvironment
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class JoinedRanks(ClusterEnvironment):
-    """Tells a Trainer about ranks that are in a process group already: nothing is started, nobody meets again."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        raise AssertionError("The ranks have met already.")
-
-    @property
-    def main_port(self) -> int:
-        raise AssertionError("The ranks have met already.")
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
-
-    def node_rank(self) -> int:
-        return 0
-
-
 def run_on_ranks(num_ranks: int, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> list[_R]:
     """What `function` returns on each of `num_ranks` fresh processes, in rank order. An exception on any is raised."""
+    torch.set_num_threads(1)  # here too, so that no thread pool is made that the ranks would inherit
     with tempfile.TemporaryDirectory() as folder:
         job = (num_ranks, Path(folder), function, args, kwargs)
         mp.start_processes(_run_rank, args=job, nprocs=num_ranks, start_method="fork")
         return [pickle.loads(_result_file(Path(folder), rank).read_bytes()) for rank in range(num_ranks)]
+
+
+def run_alone(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """What `function` returns in a fresh process without a process group. An exception there is raised."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_run_one, args=(Path(folder), function, args, kwargs), nprocs=1, start_method="fork")
+        result: _R = pickle.loads(_result_file(Path(folder), 0).read_bytes())
+        return result
+
+
+def _run_one(_: int, folder: Path, function: Callable[..., object], args: tuple, kwargs: dict) -> None:
+    silence()
+    torch.set_num_threads(1)
+    _result_file(folder, 0).write_bytes(pickle.dumps(function(*args, **kwargs)))
 
 
 def _run_rank(

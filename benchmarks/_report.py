@@ -1,23 +1,23 @@
-"""From the fits of all contenders to figures, a Markdown table, a JSON file and a chart."""
+"""What every script needs around its measurement: arguments, spreads, a Markdown table, a JSON file, a chart."""
 
+import argparse
 import json
 import os
 import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from _contenders import Fit
 
 # Contenders that average gradients compute the same losses. float32 sums in another order may differ in the last place.
-AVERAGING = ("ours", "fully_shard", "ddp")
 LOSS_TOLERANCE = 1e-6
 
 
@@ -38,145 +38,95 @@ class Spread:
         return cls(median, q1, q3, min(sample), max(sample))
 
     def __str__(self) -> str:
-        digits = 0 if self.median >= 100 else 1
+        digits = 0 if self.median >= 100 else 1 if self.median >= 10 else 2
         return f"{self.median:.{digits}f} [{self.q1:.{digits}f}–{self.q3:.{digits}f}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What one contender needed. A step of each rank is one value of the sample."""
-
-    wall_ms: Spread
-    cpu_ms: Spread
-    peak_rss_growth_mib: list[float] | None  # per rank
-    losses: list[list[float]]  # per rank, of the first round
-    repeats: bool  # every round had the same losses, bit for bit
-
-    @classmethod
-    def of(cls, rounds: Sequence[Sequence[Fit]], peak_rss_growth_mib: list[float] | None) -> "Standing":
-        """`rounds` holds the fits of all ranks, round by round."""
-        losses = [[fit.losses for fit in ranks] for ranks in rounds]
-        return cls(
-            Spread.of([ms for ranks in rounds for fit in ranks for ms in fit.wall_ms]),
-            Spread.of([ms for ranks in rounds for fit in ranks for ms in fit.cpu_ms]),
-            peak_rss_growth_mib,
-            losses[0],
-            all(other == losses[0] for other in losses),
-        )
+def make_parser(doc: str | None, script: str) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of the script, with `--out`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(f"runs/bench/{script}.json"), help="the JSON file")
+    return parser
 
 
-def max_loss_difference(standings: Mapping[str, Standing]) -> float | None:
-    """The largest relative difference of any step's loss between contenders that average. None for fewer than two."""
-    present = [standings[name] for name in AVERAGING if name in standings]
-    if len(present) < 2:
-        return None
-    flat = [[loss for rank in standing.losses for loss in rank] for standing in present]
-    return max((max(step) - min(step)) / abs(max(step)) for step in zip(*flat, strict=True))
+def say(text: str) -> None:
+    """A line of progress, at once."""
+    print(text, flush=True)
 
 
-def markdown(standings: Mapping[str, Standing]) -> str:
-    """The table: fastest, median and quartiles of a step; memory of the rank that needs most; losses of rank 0."""
-    ratio_names = "× fully_shard | × ddp"
-    header = (
-        f"| contender | fastest | wall ms | {ratio_names} | CPU ms | {ratio_names} | RSS MiB | first loss | last loss |"
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; None is a dash."""
+    lines = [header, ["---"] * len(header)]
+    lines += [["–" if cell is None else str(cell) for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def max_difference(losses: Iterable[Sequence[float]]) -> float:
+    """The largest relative difference between series of losses that should be equal; 0 for fewer than two."""
+    first, *others = list(losses) or [[]]
+    return max(
+        (abs(a - b) / max(abs(a), abs(b), 1e-30) for other in others for a, b in zip(first, other, strict=True)),
+        default=0.0,
     )
-    lines = [header, "|---" * (header.count("|") - 1) + "|"]
-    for name, standing in standings.items():
-        ratios = [
-            [_ratio(standing, standings.get(rival), clock) for rival in ("fully_shard", "ddp")]
-            for clock in ("wall_ms", "cpu_ms")
-        ]
-        rss = "–" if standing.peak_rss_growth_mib is None else f"{max(standing.peak_rss_growth_mib):.0f}"
-        cells = [name, f"{standing.wall_ms.min:.0f}", standing.wall_ms, *ratios[0], standing.cpu_ms, *ratios[1], rss]
-        cells += [repr(standing.losses[0][0]), repr(standing.losses[0][-1])]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
 
 
-def _ratio(standing: Standing, rival: Standing | None, clock: str) -> str:
-    if rival is None:
-        return "–"
-    return f"{getattr(standing, clock).median / getattr(rival, clock).median:.2f}"
-
-
-def verdict(standings: Mapping[str, Standing]) -> str:
-    """One line for the losses."""
-    difference = max_loss_difference(standings)
-    repeated = "Every round repeated its losses bit for bit."
-    for name, standing in standings.items():
-        if not standing.repeats:
-            repeated = f"Losses of {name} differ between rounds."
-    if difference is None:
-        return repeated
-    agree = "agree" if difference <= LOSS_TOLERANCE else "DO NOT AGREE"
-    names = ", ".join(name for name in AVERAGING if name in standings)
-    return f"Losses of {names} {agree}: largest relative difference {difference:.1e}. {repeated}"
+def loss_verdict(losses: Mapping[str, Sequence[float]]) -> tuple[bool, str]:
+    """Whether contenders that should compute the same losses did, and a line that says so."""
+    difference = max_difference(losses.values())
+    agree = difference <= LOSS_TOLERANCE
+    word = "agree" if agree else "DO NOT AGREE"
+    return agree, f"Losses of {', '.join(losses)} {word}: largest relative difference {difference:.1e}."
 
 
 def command_line() -> str:
     """As typed, without the path of the interpreter."""
-    script = os.path.relpath(sys.argv[0])
-    return shlex.join(["python", script, *sys.argv[1:]])
+    return shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
 
 
-def environment() -> dict[str, Any]:
+def environment(backend: str = "gloo") -> dict[str, Any]:
     """What the figures depend on besides the command."""
-    return {
+    found = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "lightning": lightning.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "num_cpus": os.cpu_count(),
         "load_average": os.getloadavg(),
-        "threads_per_rank": int(os.environ["OMP_NUM_THREADS"]),
-        "backend": "gloo",
+        "threads_per_rank": torch.get_num_threads(),
+        "backend": backend,
     }
+    with suppress(PackageNotFoundError):
+        found["lightning"] = version("lightning")
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+    return found
 
 
-def write_json(
-    path: Path,
-    work: Mapping[str, Any],
-    standings: Mapping[str, Standing],
-    rounds: Mapping[str, Sequence[Sequence[Fit]]],
-) -> None:
-    """Everything: the settings, the figures, and the raw times that they come from."""
-    difference = max_loss_difference(standings)
-    report = {
-        "command": command_line(),
-        "environment": environment(),
-        "work": work,
-        "max_loss_difference": difference,
-        "losses_agree": None if difference is None else difference <= LOSS_TOLERANCE,
-        "contenders": {name: asdict(standing) for name, standing in standings.items()},
-        "rounds": {name: [[asdict(fit) for fit in ranks] for ranks in fits] for name, fits in rounds.items()},
-    }
+def write_json(path: Path, report: Mapping[str, Any], *, backend: str = "gloo") -> None:
+    """The report, headed by the command and the environment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    content = {"command": command_line(), "environment": environment(backend), **report}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    say(f"Written: {path}")
 
 
-def draw(path: Path, standings: Mapping[str, Standing], title: str) -> bool:
-    """Bars of wall and CPU time with their quartiles. False where matplotlib is not installed."""
+def pyplot() -> Any:
+    """matplotlib.pyplot, drawing to files; None where matplotlib is not installed."""
     try:
         import matplotlib as mpl
     except ImportError:
-        return False
+        say("No chart: matplotlib is not installed.")
+        return None
     mpl.use("Agg")
     mpl.set_loglevel("error")  # a first run tells about its font cache
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(1.8 + 1.4 * len(standings), 4), layout="constrained")
-    for shift, (clock, label) in enumerate((("wall_ms", "wall"), ("cpu_ms", "CPU of the rank"))):
-        spreads = [getattr(standing, clock) for standing in standings.values()]
-        medians = [spread.median for spread in spreads]
-        whiskers = [[s.median - s.q1 for s in spreads], [s.q3 - s.median for s in spreads]]
-        places = [position + 0.4 * shift for position in range(len(spreads))]
-        bars = axes.bar(places, medians, 0.38, yerr=whiskers, capsize=3, label=label)
-        axes.bar_label(bars, fmt="%.0f", padding=3)
-    axes.set_xticks([position + 0.2 for position in range(len(standings))], list(standings))
-    axes.set(ylabel="ms per step (median, quartiles)", title=title)
-    axes.margins(y=0.12)
-    axes.legend()
+    return plt
+
+
+def save_figure(figure: Any, out: Path) -> None:
+    """As a PNG beside the JSON file `out`."""
+    path = out.with_suffix(".png")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True
+    pyplot().close(figure)
+    say(f"Written: {path}")
