@@ -59,9 +59,17 @@ def _on_rank_1(good: Callable[[], nn.Module], bad: Callable[[], nn.Module]) -> n
     return bad() if dist.get_rank() == 1 else good()
 
 
+class Bare(nn.Module):
+    """Cannot give itself values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, device="meta"))
+
+
 def _with_meta_parameter() -> nn.Module:
     net = small_net()
-    net.blocks[1].linear.weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="meta"))
+    net.blocks[1].extra = Bare()
     return net
 
 
@@ -133,7 +141,7 @@ def _refusal(build: str, is_everywhere: bool, units: Any) -> tuple[str, float, b
 
 
 LOCAL_MISTAKES = [
-    ("meta", ["meta device", "`blocks.1.linear.weight`", "to_empty"]),
+    ("meta", ["meta device", "`blocks.1.extra`", "'weight'", "reset_parameters"]),
     ("lazy", ["lazy", "`head.weight`", "forward"]),
     ("boolean", ["torch.bool", "`mask`", "buffer"]),
     ("empty", ["Sequential", "without any"]),

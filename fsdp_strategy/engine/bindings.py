@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -38,6 +38,26 @@ class Owner:
         """See `ParamOwner`."""
         hooks, flow, param = self._find()
         return hooks.access(flow, param)
+
+    def before_write(self) -> None:
+        """See `ParamOwner`."""
+        _, flow, _ = self._find()
+        flow.unit.wait_sent()
+
+    def leaf(self) -> Tensor:
+        """See `ParamOwner`."""
+        _, _, param = self._find()
+        return param.unsharded
+
+    def grads(
+        self, outputs: Any, inputs: Sequence[Tensor], owners: dict[int, Any], **kwargs: Any
+    ) -> Sequence[Tensor | None]:
+        """See `ParamOwner`."""
+        hooks, leaves, params = self._find()[0], list(inputs), {}
+        for position, owner in owners.items():
+            _, flow, param = owner._find()
+            leaves[position], params[position] = param.unsharded, (flow, param)
+        return hooks.grads_of(outputs, leaves, params, **kwargs)
 
     def wrote(self, full: Tensor) -> None:
         """See `ParamOwner`."""

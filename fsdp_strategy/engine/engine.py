@@ -177,6 +177,7 @@ class FullyShardedEngine:
         self._order.begin(kind)
         if self.root_unit is not None:
             self._order.unshard(self.root_unit)
+            self.root_unit.hide()
 
     def end(self) -> None:
         """End the iteration; everything is sharded afterwards. Meets all ranks if anything was left open."""
@@ -259,9 +260,9 @@ class FullyShardedEngine:
             forward.remove()
         self._live.discard(self)
 
-    def _begin_if_none(self) -> None:
+    def _begin_if_none(self, kind: str | None = None) -> None:
         if self._iteration is None:
-            self.begin("forward" if torch.is_grad_enabled() else "forward without gradients")
+            self.begin(kind or ("forward" if torch.is_grad_enabled() else "forward without gradients"))
             self._is_implicit = True
 
     def _forward_done(self) -> None:

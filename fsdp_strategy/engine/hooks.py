@@ -51,7 +51,7 @@ class Hooks:
 
     def __init__(
         self, root: nn.Module, units: Sequence[Unit], order: CollectiveOrder, ledger: Ledger, *,
-        begin: Callable[[], None], forward_done: Callable[[], None], backward_starts: Callable[[], None],
+        begin: Callable[..., None], forward_done: Callable[[], None], backward_starts: Callable[[], None],
         end_backward: Callable[[], None],
     ) -> None:  # fmt: skip
         """Bind the hooks; the callbacks belong to the engine.
@@ -61,7 +61,7 @@ class Hooks:
             units: all units, the root unit included.
             order: starts the collectives.
             ledger: told of the hooks.
-            begin: a forward starts while no iteration is open.
+            begin: a forward starts, or something of a kind that is named; opens an iteration if none is open.
             forward_done: the outermost hooked module has returned and autograd has not recorded it.
             backward_starts: the outermost backward has reached its first unit.
             end_backward: the outermost backward has ended.
@@ -105,9 +105,17 @@ class Hooks:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """A module that holds units is called."""
+        """A module that holds units is called.
+
+        The root unit, which is unsharded for the whole step, is shown while modules compute. Between their calls a
+        step's own code freezes parameters, clears gradients and lists parameters for autograd: of the sharded ones.
+        """
         self._begin()
         self.depth += 1
+        if self.depth == 1 and self.root_flow is not None:
+            unit = self.root_flow.unit
+            if unit.state is UnitState.UNSHARDED and not unit.is_shown:
+                unit.show()
 
     @property
     def is_computing(self) -> bool:
@@ -115,7 +123,7 @@ class Hooks:
         return not self.is_suspended and (self.depth > 0 or self.is_step or in_backward())
 
     def access(self, flow: UnitFlow, param: UnitParam) -> Tensor:
-        """The whole parameter for a use outside its unit's forward; a copy, since the unit is freed soon.
+        """The whole parameter for a use outside its unit's forward; a copy, unless the unit stays for the whole step.
 
         The unit stays unsharded, though not shown, until another one is needed: its other parameters may be next.
         """
@@ -126,7 +134,8 @@ class Hooks:
             flow.unit.hide()
             self._accessed = flow
         flow.unit.sync_requires_grad()
-        return param.unsharded.clone().to(param.local.dtype)
+        full = param.unsharded if flow.unit.is_root else param.unsharded.clone()
+        return full.to(param.local.dtype)
 
     def free_accessed(self) -> None:
         """Free the unit that was gathered for an access, if it is not computing by now."""
@@ -138,8 +147,11 @@ class Hooks:
     def leave(self, needs_backward: bool) -> None:
         """A module that holds units has returned."""
         self.depth -= 1
-        if not self.depth and not needs_backward:
-            self._forward_done()
+        if not self.depth:
+            if self.root_flow is not None and self.root_flow.unit.is_shown:
+                self.root_flow.unit.hide()
+            if not needs_backward:
+                self._forward_done()
 
     def pre_forward(self, flow: UnitFlow, args: Any, kwargs: Any) -> None:
         """Gather the unit if it is not there, and watch its inputs for the end of its backward."""
@@ -272,6 +284,38 @@ class Hooks:
             self.post_backward(flow)
         if flow.unit.state is UnitState.UNSHARDED and not flow.keep and not self._creates_graph:
             flow.unit.reshard()
+
+    def grads_of(
+        self, outputs: Any, leaves: Sequence[Tensor], params: dict[int, tuple[UnitFlow, UnitParam]], **kwargs: Any
+    ) -> list[Tensor | None]:
+        """`torch.autograd.grad`, with gradients of parameters averaged over ranks and sharded like these. Collective.
+
+        With `create_graph` they are this rank's own and whole, since a graph does not pass through a reduction.
+
+        Args:
+            outputs: as there.
+            leaves: what to differentiate, with the unsharded parameters in place of the sharded ones.
+            params: by position in `leaves`, the parameters.
+            kwargs: as there.
+        """
+        grads: list[Tensor | None] = list(torch.autograd.grad(outputs, leaves, **kwargs))
+        if kwargs.get("create_graph"):
+            return grads
+        self._begin("gradients")
+        before = [param.sharded.grad for _, param in params.values()]
+        for position, (_, param) in params.items():
+            param.sharded.grad, grad = None, grads[position]
+            if grad is not None:
+                param.unsharded.grad = grad
+                self._ledger.allocate("unsharded_grad", grad.nbytes)
+        self._backward_starts()
+        with self.order.reducing():
+            for flow in dict.fromkeys(flow for flow, _ in params.values()):
+                self.order.reduce(flow.unit)
+            self._end_backward()
+        for (position, (_, param)), earlier in zip(params.items(), before, strict=True):
+            grads[position], param.sharded.grad = param.sharded.grad, earlier
+        return grads
 
     def post_backward(self, flow: UnitFlow) -> None:
         """Reduce the unit's gradients."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -119,6 +120,15 @@ class CollectiveOrder:
                 return
             self._leave_schedule()
         self._negotiate(_gather_request(unit))
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Inside the block gradients are reduced, also while those of micro-batches are accumulated unsharded."""
+        before, self.reduces = self.reduces, True
+        try:
+            yield
+        finally:
+            self.reduces = before
 
     def prefetch(self) -> None:
         """Start the gathers of the next units in the schedule, as far as the limit and free storages allow."""

@@ -227,6 +227,14 @@ class Reducer:
                 param.sharded.grad = None
         self._was_none.clear()
         self.has_grad.clear()
+        self._run_hooks(has_grad_anywhere)
+
+    def _run_hooks(self, params: set[UnitParam]) -> None:
+        """The user's hooks on accumulated gradients, when gradients are final, on every rank in the same order."""
+        for param in sorted(params, key=lambda param: param.fqn):
+            hooks = getattr(param.sharded, "_post_accumulate_grad_hooks", None)
+            for hook in list((hooks or {}).values()):
+                hook(param.sharded)
 
     def abandon(self) -> None:
         """After an exception: the results of this backward no longer matter; `drain` waits for what is in flight."""

@@ -55,6 +55,17 @@ class ParamOwner(Protocol):
     def gather(self) -> Tensor:
         """The whole parameter, recorded by autograd where gradients are on. Collective."""
 
+    def before_write(self) -> None:
+        """This rank's shard is about to be overwritten."""
+
+    def leaf(self) -> Tensor:
+        """What autograd knows of the parameter: gradients of the whole arrive there."""
+
+    def grads(
+        self, outputs: Any, inputs: Sequence[Tensor], owners: dict[int, Any], **kwargs: Any
+    ) -> Sequence[Tensor | None]:
+        """`torch.autograd.grad`; by position in `inputs`, the owners of those that are parameters. Collective."""
+
     def wrote(self, full: Tensor) -> None:
         """The whole parameter has new values, already in this rank's shard."""
 
@@ -112,6 +123,10 @@ class ShardedTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") == "__set__" and _set(name, *args):
                 return None
+            if func is torch.autograd.grad:
+                return _grads(*args, **kwargs)
+            if name == "register_hook" and (owner := _owner_of(args[0])) is not None:
+                return func(owner.leaf(), *args[1:], **kwargs)
             if name in _ALIASES:
                 return _alias(func(*args, **kwargs), args[0])
             if name.startswith("_foreach_") and name.endswith("_") and _match_by_row(args):
@@ -263,6 +278,17 @@ def _alias(result: Any, source: Tensor) -> Any:
     return result
 
 
+def _grads(outputs: Any, inputs: Sequence[Tensor], **kwargs: Any) -> Sequence[Tensor | None]:
+    owners = {
+        position: owner
+        for position, tensor in enumerate(inputs)
+        if isinstance(tensor, ShardedTensor) and (owner := _owner_of(tensor)) is not None
+    }
+    if not owners:
+        return torch.autograd.grad(outputs, inputs, **kwargs)
+    return next(iter(owners.values())).grads(outputs, inputs, owners, **kwargs)
+
+
 def _set(name: str, target: ShardedTensor, value: Any) -> bool:
     """`param.data = value` and `param.grad = value` of whole plain tensors keep this rank's share of them."""
     if name == "data":
@@ -323,8 +349,10 @@ def _is_whole(value: Any, target: ShardedTensor) -> bool:
 
 
 def _keep(target: ShardedTensor, full: Tensor) -> ShardedTensor:
-    target.keep(full)
     owner = _owner_of(target)
+    if owner is not None:
+        owner.before_write()
+    target.keep(full)
     if owner is not None:
         owner.wrote(full)
     return target

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ class Unit:
         self._pending: list[Pending] = []
         self._unsent: list[Pending] = []
         self.num_trainable = sum(param.sharded.requires_grad for param in self.params)
-        self._swaps = [
+        self._swaps: list[tuple[dict[str, Any], str, ShardedTensor, nn.Parameter]] = [
             (module._parameters, name, param.sharded, param.unsharded)
             for param in self.params
             for module, name in param.sites
@@ -166,14 +166,16 @@ class Unit:
         """Show the unsharded parameters in the modules."""
         self.sync_requires_grad()
         self.is_shown = True
-        for parameters, name, _, unsharded in self._swaps:
-            parameters[name] = unsharded
+        for parameters, name, sharded, unsharded in self._swaps:
+            if parameters[name] is sharded:  # else `functional_call` has put something of the user's there
+                parameters[name] = unsharded
 
     def hide(self) -> None:
         """Show the sharded parameters in the modules; the unsharded ones stay readable."""
         self.is_shown = False
-        for parameters, name, sharded, _ in self._swaps:
-            parameters[name] = cast("nn.Parameter", sharded)
+        for parameters, name, sharded, unsharded in self._swaps:
+            if parameters[name] is unsharded:
+                parameters[name] = sharded
 
     def sync_requires_grad(self) -> None:
         """Make trainable, unsharded, what is trainable now: users freeze the parameters that they see."""
@@ -190,6 +192,7 @@ class Unit:
         self.hide()
         for param in self.params:
             if param.unsharded._version != param.version and not self._is_alias:  # edited in place by the user
+                self.wait_sent()
                 with torch.no_grad():
                     param.write_back()
         if not self._is_alias:
@@ -253,6 +256,14 @@ def _view(
     return torch.empty(0, dtype=dtype, device=device).set_(storage, start, shape, stride)
 
 
+def _move_hooks(param: nn.Parameter, sharded: ShardedTensor, unsharded: nn.Parameter) -> None:
+    """Hooks of the user on a gradient see this rank's whole one; those on an accumulated gradient the reduced shard."""
+    for hook in (param._backward_hooks or {}).values():
+        unsharded.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+        sharded.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
 def _shard_param(
     site: ParamSites, position: int, layout: SpanLayout, shard: Tensor, unsharded: Tensor, mesh: ShardMesh
 ) -> UnitParam:
@@ -271,6 +282,7 @@ def _shard_param(
     site.param.data = torch.empty(0, dtype=site.param.dtype, device=site.param.device)
     # Hooks are bound to it before `wait_for_unshard` sets what is trainable.
     plain = nn.Parameter(unsharded, requires_grad=unsharded.is_floating_point() or unsharded.is_complex())
+    _move_hooks(site.param, sharded, plain)
     return UnitParam(cut.spec.fqn, site.sites, cut, sharded, plain, local)
 
 
