@@ -65,6 +65,8 @@ class FullyShardedStrategy(RankedStrategy):
         prefetch_limit: units gathered ahead of the one that computes. 0 saves memory and waits for every gather.
         reduce_dtype: dtype in which gradients are summed over ranks. "auto" is float32, or the parameter's own
             dtype where that is wider.
+        reduce_wire: dtype in which gradients travel. "param_dtype" sends those of 16-bit parameters as they are,
+            half the bytes, and sums them in `reduce_dtype` where they arrive.
         accumulate: what micro-batches of `accumulate_grad_batches` add up. "sharded": reduced shards, a reduction for
             each. "unsharded": whole gradients on every rank, reduced once; costs 4 bytes per parameter and rank.
         activation_checkpointing: whose activations are computed again in backward instead of being kept: "units" for
@@ -93,6 +95,7 @@ class FullyShardedStrategy(RankedStrategy):
         layout: Literal["per_parameter", "flat"] = "per_parameter",
         prefetch_limit: int = 1,
         reduce_dtype: ReduceDtype = "auto",
+        reduce_wire: Literal["reduce_dtype", "param_dtype"] = "reduce_dtype",
         accumulate: Literal["sharded", "unsharded"] = "sharded",
         activation_checkpointing: str | type[nn.Module] | list[str | type[nn.Module]] | None = None,
         start_method: StartMethod = "popen",
@@ -113,6 +116,7 @@ class FullyShardedStrategy(RankedStrategy):
             layout=layout,
             prefetch_limit=prefetch_limit,
             reduce_dtype=None if reduce_dtype == "auto" else getattr(torch, reduce_dtype),
+            reduce_wire=reduce_wire,
             activation_checkpointing=activation_checkpointing,
         )
         super().__init__(

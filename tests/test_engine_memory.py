@@ -180,9 +180,9 @@ def test_a_step_holds_the_root_unit_and_one_block_more_than_the_limit(
 def test_a_step_holds_reduce_buffers_of_at_most_one_unit(ranks: RankPool, world_size: int) -> None:
     for recorders, _ in ranks.run(_record_steps, world_size, 3, "auto"):
         for recorder in recorders:
-            # Every rank's rows are padded to the longest rank's and to whole cache lines.
-            padding = world_size * (4 * (WIDTH + 1) * 4 + 4 * ALIGN_NBYTES)
-            assert BLOCK_NBYTES <= recorder.peak_nbytes["reduce_buffer"] <= BLOCK_NBYTES + padding
+            # One peer's part arrives where the result belongs; those of the others, and small parameters, do not.
+            others = (world_size - 2) * BLOCK_NBYTES // world_size
+            assert others < recorder.peak_nbytes["reduce_buffer"] <= others + BLOCK_NBYTES // 8
 
 
 def test_reduce_buffers_count_in_the_dtype_of_the_reduction(ranks: RankPool) -> None:
@@ -190,7 +190,9 @@ def test_reduce_buffers_count_in_the_dtype_of_the_reduction(ranks: RankPool) -> 
         ranks.run(_record_steps, 2, 1, "auto", reduce_dtype=dtype)[0][0][0].peak_nbytes["reduce_buffer"]
         for dtype in (torch.float32, torch.float64)
     )
-    assert double == 2 * single
+    whole, result = 2 * BLOCK_NBYTES, 2 * BLOCK_NBYTES // 2
+    assert single < BLOCK_NBYTES // 8
+    assert whole + result <= double < (whole + result) * 9 // 8
 
 
 @pytest.mark.parametrize("prefetch_limit", [0, 1])

@@ -10,9 +10,10 @@ be read after `wait()`. The caller keeps one order of starts on all ranks.
 
 from __future__ import annotations
 
+import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from fsdp_strategy.engine.cut import Cut
 from fsdp_strategy.engine.layout import MessagePolicy, SpanLayout
-from fsdp_strategy.engine.operations import GatherOp, LocalGather, LocalReduce, Pending, ReduceOp
+from fsdp_strategy.engine.operations import GatherOp, LocalGather, LocalReduce, Pending, ReduceOp, average_into, chunks
 
 # torch 2.13 renamed both and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,41 +55,40 @@ class OneWayGroups:
 class GlooGather(GatherOp):
     """Point-to-point sends from the shard and receives into place."""
 
-    def __init__(self, layout: SpanLayout, unsharded: Tensor, groups: OneWayGroups, tag: int) -> None:
+    def __init__(self, layout: SpanLayout, unsharded: Tensor, groups: OneWayGroups, tags: Iterator[int]) -> None:
         super().__init__(layout, unsharded)
-        self._groups, self._tag = groups, tag
-        self._peers = [peer for peer in range(layout.shard_world_size) if peer != layout.shard_rank]
-        self._receives = [
-            (unsharded.narrow(0, m.starts[peer], m.numels[peer]), peer, tag + i)
-            for i, m in enumerate(layout.direct)
-            for peer in self._peers
-            if m.numels[peer]
-        ]
-        own = [m.numels[layout.shard_rank] for m in layout.direct]
-        packed = layout.packed.piece_numels[layout.shard_rank] if layout.packed else 0
-        self.num_messages = len(self._peers) * (sum(numel > 0 for numel in own) + (packed > 0))
+        self._groups, itemsize, rank = groups, unsharded.itemsize, layout.shard_rank
+        self._peers = [peer for peer in range(layout.shard_world_size) if peer != rank]
+        self._receives: list[tuple[Tensor, int, int]] = []
+        self._sends: list[tuple[int, int, int]] = []  # start and numel in the shard, tag
+        for m in layout.direct:
+            for number, tag in zip(range(len(chunks(max(m.numels), itemsize))), tags, strict=False):
+                for peer in self._peers:
+                    for start, numel in chunks(m.numels[peer], itemsize)[number : number + 1]:
+                        self._receives.append((unsharded.narrow(0, m.starts[peer] + start, numel), peer, tag))
+                for start, numel in chunks(m.numels[rank], itemsize)[number : number + 1]:
+                    self._sends.append((m.shard_start + start, numel, tag))
+        self._packed_tag = next(tags)
+        packed = layout.packed.piece_numels[rank] if layout.packed else 0
+        self.num_messages = len(self._peers) * (len(self._sends) + (packed > 0))
 
     def start(self, shard: Tensor) -> Pending:
         """Send this rank's pieces to every peer and receive theirs."""
-        groups, tag, layout = self._groups, self._tag, self.layout
-        own = self._own_pieces(shard)
-        pending = Pending(
-            [groups.receive(view, peer, message) for view, peer, message in self._receives],
-            keep_alive=[shard],
-        )
-        for i, piece in enumerate(own):
-            if piece.numel():
-                pending.sends += [groups.send(piece, peer, tag + i) for peer in self._peers]
-        if layout.packed is not None:
-            self._start_packed(shard, pending, tag + len(own))
-        if own:
-            torch._foreach_copy_(self._own, own)
+        groups = self._groups
+        pending = Pending([groups.receive(*message) for message in self._receives], keep_alive=[shard])
+        for start, numel, tag in self._sends:
+            piece = shard.narrow(0, start, numel)
+            pending.sends += [groups.send(piece, peer, tag) for peer in self._peers]
+        if self.layout.packed is not None:
+            self._start_packed(shard, pending)
+        if self._own:
+            torch._foreach_copy_(self._own, self._own_pieces(shard))
         return pending
 
-    def _start_packed(self, shard: Tensor, pending: Pending, tag: int) -> None:
-        packed = self.layout.packed
+    def _start_packed(self, shard: Tensor, pending: Pending) -> None:
+        packed, tag = self.layout.packed, self._packed_tag
         assert packed is not None
-        pieces = shard.new_empty(sum(packed.piece_numels))
+        pieces = self._pieces(shard, pending)
         own = self._packed_piece(shard)
         for peer, into in enumerate(torch.split_with_sizes(pieces, packed.piece_numels)):
             if peer == self.layout.shard_rank:
@@ -102,62 +102,78 @@ class GlooGather(GatherOp):
 
 
 class GlooReduce(ReduceOp):
-    """All-to-all from where autograd left the gradients, and a local sum in rank order (bit for bit repeatable)."""
+    """All-to-all from where autograd left the gradients, and a local sum in rank order (bit for bit repeatable).
 
-    def __init__(
-        self, layout: SpanLayout, *, reduce_dtype: torch.dtype, device: torch.device, groups: OneWayGroups, tag: int
-    ) -> None:
-        super().__init__(layout, reduce_dtype=reduce_dtype, device=device)
-        self._groups, self._tag = groups, tag
-        self._peers = [peer for peer in range(layout.shard_world_size) if peer != layout.shard_rank]
+    What arrives first in rank order is received where the result belongs, if it has the result's dtype; a rank's own
+    gradient is added from where it is.
+    """
+
+    def __init__(self, layout: SpanLayout, *, groups: OneWayGroups, tags: Iterator[int], **dtypes: Any) -> None:
+        super().__init__(layout, **dtypes)
+        self._groups, rank = groups, layout.shard_rank
+        self._peers = [peer for peer in range(layout.shard_world_size) if peer != rank]
+        numels = [m.numels for m in layout.direct]
+        numels += [layout.packed.piece_numels] if layout.packed else []
+        itemsize = self.wire_dtype.itemsize
+        self._tags = [[next(tags) for _ in chunks(max(per_rank), itemsize)] for per_rank in numels]
         for peer in self._peers:
-            numels = [m.numels[peer] for m in layout.direct]
-            numels += [layout.packed.piece_numels[peer]] if layout.packed else []
-            self.sent_numel += sum(numels)
-            self.num_messages += sum(numel > 0 for numel in numels)
-        self.buffer_numel = layout.shard_world_size * layout.shard_numel
+            self.sent_numel += sum(per_rank[peer] for per_rank in numels)
+            self.num_messages += sum(len(chunks(per_rank[peer], itemsize)) for per_rank in numels)
 
-    def start(self, grads: Sequence[Tensor | None]) -> Pending:
-        """Send every peer its rows and receive this rank's rows from every peer."""
+    def start(self, grads: Sequence[Tensor | None], into: Tensor | None = None) -> Pending:
+        """Send every peer its part and receive this rank's from every peer."""
         layout, rank = self.layout, self.layout.shard_rank
-        rows = torch.empty(
-            layout.shard_world_size, layout.shard_numel, dtype=self.reduce_dtype, device=self._device
-        )  # (N, shard_numel) reduce_dtype
-        for row in rows:
-            self._zero_gaps(row)
-        pending = Pending([], keep_alive=[rows], finish=lambda: _sum_rows(rows))
-        for i, m in enumerate(layout.direct):
-            flat = self._flat(grads[m.param], m.param)
-            pieces = [
-                flat.narrow(0, start - layout.starts[m.param], numel)
-                for start, numel in zip(m.starts, m.numels, strict=True)
-            ]
-            self._exchange(pieces, rows.narrow(1, m.shard_start, m.numels[rank]), pending, self._tag + i)
-        if layout.packed is not None:
-            packed = layout.packed
-            pieces = list(torch.split_with_sizes(self._copy_in(grads), packed.piece_numels))
-            into = rows.narrow(1, packed.shard_start, packed.piece_numels[rank])
-            self._exchange(pieces, into, pending, self._tag + len(layout.direct))
+        pending = Pending([])
+        target = self._target(into, pending)
+        sums: list[Callable[[], None]] = []
+        for m, tags in zip(layout.direct, self._tags, strict=False):
+            flat, begin = self._flat(grads[m.param], m.param, pending), layout.starts[m.param]
+            pieces = [flat.narrow(0, s - begin, n) for s, n in zip(m.starts, m.numels, strict=True)]
+            sums += self._exchange(pieces, target.narrow(0, m.shard_start, m.numels[rank]), pending, tags)
+        packed = layout.packed
+        if packed is not None:
+            pieces = list(torch.split_with_sizes(self._copy_in(grads, pending), packed.piece_numels))
+            own = target.narrow(0, packed.shard_start, packed.piece_numels[rank])
+            sums += self._exchange(pieces, own, pending, self._tags[-1])
+
+        def finish() -> Tensor:
+            for add_up in sums:
+                add_up()
+            return target
+
+        pending.finish = finish
         return pending
 
-    def _exchange(self, pieces: list[Tensor], into: Tensor, pending: Pending, tag: int) -> None:
-        """Start one message to and from every peer; `into` is (N, own_numel)."""
-        groups, rank = self._groups, self.layout.shard_rank
-        into[rank].copy_(pieces[rank])
-        for peer in self._peers:
-            if into.size(1):
-                pending.works.append(groups.receive(into[peer], peer, tag))
-            if pieces[peer].numel():
-                pending.sends.append(groups.send(pieces[peer], peer, tag))
+    def _exchange(
+        self, pieces: list[Tensor], target: Tensor, pending: Pending, tags: list[int]
+    ) -> Iterator[Callable[[], None]]:
+        """Start the messages of one parameter, `pieces` to all ranks; return what adds up those that arrive."""
+        itemsize, rank = self.wire_dtype.itemsize, self.layout.shard_rank
         pending.keep_alive += pieces
+        for (start, numel), tag in zip(chunks(target.numel(), itemsize), tags, strict=False):
+            yield self._receive_chunk(
+                target.narrow(0, start, numel), pieces[rank].narrow(0, start, numel), pending, tag
+            )
+        for peer in self._peers:
+            for (start, numel), tag in zip(chunks(pieces[peer].numel(), itemsize), tags, strict=False):
+                pending.sends.append(self._groups.send(pieces[peer].narrow(0, start, numel), peer, tag))
 
-
-def _sum_rows(rows: Tensor) -> Tensor:
-    """Sum over ranks in rank order, in place of the first row."""
-    total = rows[0]
-    for row in rows[1:]:
-        total.add_(row)
-    return total
+    def _receive_chunk(self, target: Tensor, own: Tensor, pending: Pending, tag: int) -> Callable[[], None]:
+        is_in_place = target.dtype == self.wire_dtype
+        summands: dict[int, Tensor] = {self.layout.shard_rank: own}
+        for peer in self._peers:
+            if is_in_place and peer == self._peers[0]:
+                summands[peer] = target
+            else:
+                summands[peer] = torch.empty(target.numel(), dtype=self.wire_dtype, device=self._device)
+                pending.buffer_nbytes += summands[peer].nbytes
+            pending.works.append(self._groups.receive(summands[peer], peer, tag))
+        in_order = [summands[peer] for peer in sorted(summands)]
+        num_ranks = len(in_order)
+        if is_in_place:  # it holds the first summand, or the second: their sum is the same
+            others = [summand for summand in in_order if summand is not target]
+            return lambda: average_into(target, others, num_ranks)
+        return lambda: average_into(target, in_order[1:], num_ranks, first=in_order[0])
 
 
 class NativeGather(GatherOp):
@@ -174,43 +190,55 @@ class NativeGather(GatherOp):
         pending = Pending([], keep_alive=[shard])
         for into, piece in zip(self._into, self._own_pieces(shard), strict=True):
             pending.works.append(_all_gather(into, piece, group=self._group, async_op=True))
-        packed = self.layout.packed
-        if packed is not None:
-            pieces = shard.new_empty(sum(packed.piece_numels))
+        if self.layout.packed is not None:
+            pieces = self._pieces(shard, pending)
             pending.works.append(_all_gather(pieces, self._packed_piece(shard), group=self._group, async_op=True))
             pending.finish = lambda: self._copy_out(pieces)
         return pending
 
 
 class NativeReduce(ReduceOp):
-    """The backend's reduce-scatter: sums, in the backend's order."""
+    """The backend's reduce-scatter, in the backend's order; its all-to-all and a local sum on a narrower wire."""
 
-    def __init__(
-        self, layout: SpanLayout, *, reduce_dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
-    ) -> None:
-        super().__init__(layout, reduce_dtype=reduce_dtype, device=device)
+    def __init__(self, layout: SpanLayout, *, group: dist.ProcessGroup, **dtypes: Any) -> None:
+        super().__init__(layout, **dtypes)
         self._group = group
         self.num_messages = len(layout.direct) + (layout.packed is not None)
         pieces = [m.numels[0] for m in layout.direct]
         pieces += [layout.packed.piece_numels[0]] if layout.packed else []
         self.sent_numel = (layout.shard_world_size - 1) * sum(pieces)
 
-    def start(self, grads: Sequence[Tensor | None]) -> Pending:
+    def start(self, grads: Sequence[Tensor | None], into: Tensor | None = None) -> Pending:
         """Enqueue the reduce-scatters; they wait for the work queued on the current stream."""
-        total = torch.empty(self.layout.shard_numel, dtype=self.reduce_dtype, device=self._device)
-        self._zero_gaps(total)
-        pending = Pending([], keep_alive=[total], finish=lambda: total)
+        num_ranks, pending = self.layout.shard_world_size, Pending([])
+        target = self._target(into, pending)
         jobs = [
-            (total.narrow(0, m.shard_start, m.numels[0]), self._flat(grads[m.param], m.param))
+            (target.narrow(0, m.shard_start, m.numels[0]), self._flat(grads[m.param], m.param, pending))
             for m in self.layout.direct
         ]
         packed = self.layout.packed
         if packed is not None:
-            into = total.narrow(0, packed.shard_start, packed.piece_numels[0])
-            jobs.append((into, self._copy_in(grads)))
-        for into, source in jobs:
-            pending.works.append(_reduce_scatter(into, source, group=self._group, async_op=True))
+            own = target.narrow(0, packed.shard_start, packed.piece_numels[0])
+            jobs.append((own, self._copy_in(grads, pending)))
+        rows: list[Tensor] = []
+        for own, source in jobs:
             pending.keep_alive.append(source)
+            if self.wire_dtype == self.reduce_dtype:
+                pending.works.append(_reduce_scatter(own, source, group=self._group, async_op=True))
+                continue
+            rows.append(torch.empty_like(source))
+            pending.buffer_nbytes += source.nbytes
+            pending.works.append(dist.all_to_all_single(rows[-1], source, group=self._group, async_op=True))
+
+        def finish() -> Tensor:
+            if not rows:
+                return target.div_(num_ranks)
+            for (own, _), received in zip(jobs, rows, strict=True):
+                first, *others = received.view(num_ranks, -1)
+                average_into(own, others, num_ranks, first=first)
+            return target
+
+        pending.finish = finish
         return pending
 
 
@@ -240,17 +268,16 @@ class Collectives(ABC):
             return LocalGather(layout, unsharded)
         return self._make_gather(layout, unsharded)
 
-    def bind_reduce(self, layout: SpanLayout, *, reduce_dtype: torch.dtype, device: torch.device) -> ReduceOp:
-        """The reduction of a span's gradients, accumulated in `reduce_dtype`."""
-        if self.shard_world_size == 1:
-            return LocalReduce(layout, reduce_dtype=reduce_dtype, device=device)
-        return self._make_reduce(layout, reduce_dtype=reduce_dtype, device=device)
+    def bind_reduce(self, layout: SpanLayout, *, reduce_dtype: torch.dtype, wire_dtype: torch.dtype) -> ReduceOp:
+        """The reduction of a span's gradients, summed in `reduce_dtype` and sent in `wire_dtype`."""
+        dtypes: dict[str, Any] = {"reduce_dtype": reduce_dtype, "wire_dtype": wire_dtype, "device": self.device}
+        return LocalReduce(layout, **dtypes) if self.shard_world_size == 1 else self._make_reduce(layout, **dtypes)
 
     @abstractmethod
     def _make_gather(self, layout: SpanLayout, unsharded: Tensor) -> GatherOp: ...
 
     @abstractmethod
-    def _make_reduce(self, layout: SpanLayout, *, reduce_dtype: torch.dtype, device: torch.device) -> ReduceOp: ...
+    def _make_reduce(self, layout: SpanLayout, **dtypes: Any) -> ReduceOp: ...
 
     def agree_max(self, values: Tensor) -> Tensor:
         """Elementwise maximum over ranks of a small CPU tensor, in ceil(log2 N) rounds; blocks.
@@ -340,19 +367,13 @@ class GlooCollectives(Collectives):
         super().__init__(device=device, **groups)
         self._gathers = OneWayGroups(self.gather_group, downward_groups[0])
         self._reductions = OneWayGroups(self.reduce_group, downward_groups[1])
-        self._next_tag = 1
-
-    def _take_tags(self, layout: SpanLayout) -> int:
-        tag = self._next_tag
-        self._next_tag += len(layout.direct) + 1
-        return tag
+        self._tags = itertools.count(1)
 
     def _make_gather(self, layout: SpanLayout, unsharded: Tensor) -> GatherOp:
-        return GlooGather(layout, unsharded, self._gathers, self._take_tags(layout))
+        return GlooGather(layout, unsharded, self._gathers, self._tags)
 
-    def _make_reduce(self, layout: SpanLayout, *, reduce_dtype: torch.dtype, device: torch.device) -> ReduceOp:
-        tag = self._take_tags(layout)
-        return GlooReduce(layout, reduce_dtype=reduce_dtype, device=device, groups=self._reductions, tag=tag)
+    def _make_reduce(self, layout: SpanLayout, **dtypes: Any) -> ReduceOp:
+        return GlooReduce(layout, groups=self._reductions, tags=self._tags, **dtypes)
 
 
 class NativeCollectives(Collectives):
@@ -363,5 +384,5 @@ class NativeCollectives(Collectives):
     def _make_gather(self, layout: SpanLayout, unsharded: Tensor) -> GatherOp:
         return NativeGather(layout, unsharded, self.gather_group)
 
-    def _make_reduce(self, layout: SpanLayout, *, reduce_dtype: torch.dtype, device: torch.device) -> ReduceOp:
-        return NativeReduce(layout, reduce_dtype=reduce_dtype, device=device, group=self.reduce_group)
+    def _make_reduce(self, layout: SpanLayout, **dtypes: Any) -> ReduceOp:
+        return NativeReduce(layout, group=self.reduce_group, **dtypes)

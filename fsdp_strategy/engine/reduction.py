@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from fsdp_strategy.engine.operations import Pending, ReduceOp
 from fsdp_strategy.engine.recorder import Ledger
 from fsdp_strategy.engine.sharded_tensor import ShardedTensor, local_of
 from fsdp_strategy.engine.unit import Span, Unit, UnitParam
+
+ReduceWire = Literal["reduce_dtype", "param_dtype"]
 
 # Of a view in the list of views, seen by `sys.getrefcount` from a loop over it: list, loop variable, argument.
 _OWN_REFERENCES = 3
@@ -48,9 +51,19 @@ class _InFlight:
 class Reducer:
     """Starts and finishes the reductions of units, and owns the buffers of sharded gradients."""
 
-    def __init__(self, mesh: ShardMesh, ledger: Ledger, *, reduce_dtype: torch.dtype | None = None) -> None:
-        """`reduce_dtype`: of the accumulation; None for float32, or the parameter's own dtype where that is wider."""
-        self._mesh, self._ledger, self._reduce_dtype = mesh, ledger, reduce_dtype
+    def __init__(
+        self, mesh: ShardMesh, ledger: Ledger, *, reduce_dtype: torch.dtype | None = None,
+        reduce_wire: ReduceWire = "reduce_dtype",
+    ) -> None:  # fmt: skip
+        """Reduce over `mesh`.
+
+        Args:
+            mesh: whose shard axis is reduced over.
+            ledger: told of the bytes.
+            reduce_dtype: of the sum; None for float32, or the parameter's own dtype where that is wider.
+            reduce_wire: in which dtype gradients travel.
+        """
+        self._mesh, self._ledger, self._reduce_dtype, self._wire = mesh, ledger, reduce_dtype, reduce_wire
         self._plans: dict[Span, _SpanGrads] = {}
         self._in_flight: _InFlight | None = None
         self.has_grad: set[UnitParam] = set()  # got a gradient on this rank in this backward
@@ -65,6 +78,12 @@ class Reducer:
         """The dtype in which the gradients of the span are summed."""
         return self._reduce_dtype or torch.promote_types(span.shard.dtype, torch.float32)
 
+    def _wire_dtype(self, span: Span) -> torch.dtype:
+        """The dtype in which gradients travel: that of the sum, or of the parameter if it is narrower."""
+        reduce_dtype = self.reduce_dtype(span)
+        is_narrower = span.param_dtype.itemsize < reduce_dtype.itemsize
+        return span.param_dtype if self._wire == "param_dtype" and is_narrower else reduce_dtype
+
     def _plan(self, span: Span) -> _SpanGrads | None:
         trainable = tuple(param.sharded.requires_grad for param in span.params)
         plan = self._plans.get(span)
@@ -78,7 +97,7 @@ class Reducer:
         return self._plans[span]
 
     def _build(self, span: Span, trainable: tuple[bool, ...], params: list[UnitParam]) -> _SpanGrads:
-        mesh, reduce_dtype = self._mesh, self.reduce_dtype(span)
+        mesh = self._mesh
         layout = plan_messages(
             [param.cut for param in params], span.param_dtype.itemsize, shard_rank=mesh.shard_rank,
             policy=mesh.collectives.policy,
@@ -88,7 +107,9 @@ class Reducer:
             self._ledger.free("sharded_grad", old.buffer.nbytes)
         buffer = torch.zeros(layout.shard_numel, dtype=span.shard.dtype, device=mesh.device)
         self._ledger.allocate("sharded_grad", buffer.nbytes)
-        op = mesh.collectives.bind_reduce(layout, reduce_dtype=reduce_dtype, device=mesh.device)
+        op = mesh.collectives.bind_reduce(
+            layout, reduce_dtype=self.reduce_dtype(span), wire_dtype=self._wire_dtype(span)
+        )
         plan = _SpanGrads(trainable, params, op, buffer, [])
         plan.views += [mesh.show(param.cut, plan.shard_in(buffer, i)) for i, param in enumerate(params)]
         return plan
@@ -148,10 +169,11 @@ class Reducer:
                         self.has_grad.add(param)
                         flight.grad_nbytes += grad.nbytes
                 op = plan.op
-                flight.parts.append((plan, op.start(grads)))
-                flight.buffer_nbytes += op.buffer_numel * op.reduce_dtype.itemsize
+                pending = op.start(grads, self._place_of(plan))
+                flight.parts.append((plan, pending))
+                flight.buffer_nbytes += pending.buffer_nbytes
                 sent_numel += op.sent_numel
-                sent_nbytes += op.sent_numel * op.reduce_dtype.itemsize
+                sent_nbytes += op.sent_numel * op.wire_dtype.itemsize
                 num_messages += op.num_messages
         self._ledger.allocate("reduce_buffer", flight.buffer_nbytes)
         self._in_flight = flight
@@ -178,37 +200,48 @@ class Reducer:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for plan, pending in flight.parts:
-                total = pending.wait()
-                assert total is not None
+                mean = pending.wait()
+                assert mean is not None
                 if self.in_backward:
-                    self._accumulate(plan, total)
+                    self._accumulate(plan, mean)
                 else:
-                    self._held.append((plan, total))
+                    self._held.append((plan, mean))
                 pending.wait_sent()
         self._ledger.free("reduce_buffer", flight.buffer_nbytes)
         self._ledger.free("unsharded_grad", flight.grad_nbytes)
         self._ledger.event("wait_reduce_scatter", flight.unit.fqn)
 
-    def _accumulate(self, plan: _SpanGrads, total: Tensor) -> None:
+    def _place_of(self, plan: _SpanGrads) -> Tensor | None:
+        """The buffer of sharded gradients itself, if nothing is in it that anybody may still want."""
+        if not self.in_backward or plan.buffer.dtype != plan.op.reduce_dtype:
+            return None
+        if any(param.sharded.grad is not None for param in plan.params):
+            return None
+        self._renew_if_kept(plan)
+        return plan.buffer
+
+    def _renew_if_kept(self, plan: _SpanGrads) -> None:
+        if any(sys.getrefcount(view) > _OWN_REFERENCES for view in plan.views):
+            self._renew_buffer(plan)  # the user has kept a gradient of an earlier step
+
+    def _accumulate(self, plan: _SpanGrads, mean: Tensor) -> None:
         present = [param.sharded.grad for param in plan.params]
-        num_ranks = self._mesh.shard_world_size
-        if all(grad is None for grad in present):
-            if any(sys.getrefcount(view) > _OWN_REFERENCES for view in plan.views):
-                self._renew_buffer(plan)  # the user has kept a gradient of an earlier step
-            torch.div(total, num_ranks, out=plan.buffer)
-        elif all(grad is view for grad, view in zip(present, plan.views, strict=True)):
-            plan.buffer.add_(total.div_(num_ranks))
+        if all(grad is view for grad, view in zip(present, plan.views, strict=True)):
+            plan.buffer.add_(mean)
             return
-        else:
-            total.div_(num_ranks)
+        is_in_place = mean is plan.buffer
+        if not is_in_place and all(grad is None for grad in present):
+            self._renew_if_kept(plan)
+            plan.buffer.copy_(mean)
+            is_in_place = True
         for position, (param, grad, view) in enumerate(zip(plan.params, present, plan.views, strict=True)):
             if grad is None:
                 self._was_none.add(param)
-                if any(other is not None for other in present):
-                    view._local_tensor.copy_(plan.shard_in(total, position))
+                if not is_in_place:
+                    view._local_tensor.copy_(plan.shard_in(mean, position))
                 param.sharded.grad = view
             else:  # a gradient that the user put there, or kept from an earlier backward
-                local_of(grad).add_(plan.shard_in(total, position))
+                local_of(grad).add_(plan.shard_in(mean, position))
 
     def _renew_buffer(self, plan: _SpanGrads) -> None:
         with torch.inference_mode(False):
@@ -219,8 +252,8 @@ class Reducer:
         """All ranks are through: gradients are final, and None for parameters that got none on any rank."""
         self.finish()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for plan, total in self._held:
-                self._accumulate(plan, total)
+            for plan, mean in self._held:
+                self._accumulate(plan, mean)
         self._held.clear()
         for param in self._was_none:
             if param not in has_grad_anywhere:

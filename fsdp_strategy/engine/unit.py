@@ -138,8 +138,11 @@ class Unit:
         sent_numel = sent_nbytes = num_messages = 0
         with torch.no_grad():
             for span in self.spans:
-                shard = span.shard if span.param_dtype == span.shard.dtype else span.shard.to(span.param_dtype)
-                self._pending.append(span.gather.start(shard))
+                shard = span.shard.to(span.param_dtype)  # itself, where it has that dtype
+                pending = span.gather.start(shard)
+                pending.input_nbytes = 0 if shard is span.shard else shard.nbytes
+                self._ledger.allocate("gather_buffer", pending.buffer_nbytes + pending.input_nbytes)
+                self._pending.append(pending)
                 sent_numel += span.gather.sent_numel
                 sent_nbytes += span.gather.sent_numel * span.param_dtype.itemsize
                 num_messages += span.gather.num_messages
@@ -151,6 +154,7 @@ class Unit:
         with torch.no_grad():
             for pending in self._pending:
                 pending.wait()
+                self._ledger.free("gather_buffer", pending.buffer_nbytes)
         self._unsent, self._pending = self._pending, []
         self._ledger.event("wait_all_gather", self.fqn)
 
@@ -213,6 +217,7 @@ class Unit:
         """Block until every peer has what this rank sent; the shards may be overwritten afterwards."""
         for pending in self._unsent:
             pending.wait_sent()
+            self._ledger.free("gather_buffer", pending.input_nbytes)
         self._unsent.clear()
 
     def abandon(self) -> None:
