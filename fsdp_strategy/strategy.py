@@ -60,9 +60,13 @@ class FullyShardedStrategy(RankedStrategy):
         units: which modules are gathered and freed as one. "auto" finds the repeated blocks; or classes, class
             names, class paths and FQN patterns such as "layers.*", one or several; or a predicate
             `(fqn, module) -> bool`.
+        unit_cap_mib: most MiB of parameters in a unit. Larger units are split into the modules inside them, tiny ones
+            dissolved into those around them. Smaller units need less memory and more messages.
         layout: "per_parameter" cuts every parameter along dim 0 as `torch.chunk` does; "flat" lays those of a unit
             end to end and cuts the whole into equal pieces.
         prefetch_limit: units gathered ahead of the one that computes. 0 saves memory and waits for every gather.
+        reshard_after_forward: whether units are freed between forward and backward; or by FQN pattern of units. False
+            (ZeRO-2) sends a third less and holds all parameters in between.
         reduce_dtype: dtype in which gradients are summed over ranks. "auto" is float32, or the parameter's own
             dtype where that is wider.
         reduce_wire: dtype in which gradients travel. "param_dtype" sends those of 16-bit parameters as they are,
@@ -92,8 +96,10 @@ class FullyShardedStrategy(RankedStrategy):
         self,
         *,
         units: str | type[nn.Module] | list[str | type[nn.Module]] | Callable[[str, nn.Module], bool] = "auto",
+        unit_cap_mib: float | None = None,
         layout: Literal["per_parameter", "flat"] = "per_parameter",
         prefetch_limit: int = 1,
+        reshard_after_forward: bool | dict[str, bool] = True,
         reduce_dtype: ReduceDtype = "auto",
         reduce_wire: Literal["reduce_dtype", "param_dtype"] = "reduce_dtype",
         accumulate: Literal["sharded", "unsharded"] = "sharded",
@@ -113,6 +119,8 @@ class FullyShardedStrategy(RankedStrategy):
         self._accumulate = _choice("accumulate", accumulate, ("sharded", "unsharded"))
         self._config = EngineConfig(
             units=units,
+            unit_cap_mib=unit_cap_mib,
+            reshard_after_forward=reshard_after_forward,
             layout=layout,
             prefetch_limit=prefetch_limit,
             reduce_dtype=None if reduce_dtype == "auto" else getattr(torch, reduce_dtype),

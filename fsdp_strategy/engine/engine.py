@@ -11,6 +11,7 @@ Without Lightning:
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,7 +31,8 @@ from fsdp_strategy.engine.order import CollectiveOrder
 from fsdp_strategy.engine.recorder import Ledger, Recorder
 from fsdp_strategy.engine.reduction import Reducer, ReduceWire
 from fsdp_strategy.engine.unit import Unit, UnitParam, UnitState, shard_unit
-from fsdp_strategy.engine.units import UnitPlan, UnitPolicy, find_units
+from fsdp_strategy.engine.unit_cap import fit_to_cap
+from fsdp_strategy.engine.units import UnitPlan, UnitPolicy, divide, find_kept, find_units, select_units
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
@@ -41,6 +43,9 @@ class EngineConfig:
 
     Attributes:
         units: see `find_units`.
+        unit_cap_mib: most MiB of parameters in a unit; see `fit_to_cap`. None for no cap.
+        reshard_after_forward: whether units are freed between forward and backward; or by FQN pattern of units, True
+            for those that match none. False gathers once per step and holds all parameters in between.
         layout: "per_parameter": every parameter is cut along dim 0 as `torch.chunk` does. "flat": the
             parameters of a unit are laid end to end and cut into equal pieces.
         prefetch_limit: units gathered ahead of the one that computes, in forward and in backward.
@@ -52,6 +57,8 @@ class EngineConfig:
     """
 
     units: UnitPolicy = "auto"
+    unit_cap_mib: float | None = None
+    reshard_after_forward: bool | dict[str, bool] = True
     layout: Layout = "per_parameter"
     prefetch_limit: int = 1
     reduce_dtype: torch.dtype | None = None
@@ -68,6 +75,8 @@ class EngineConfig:
                 f"Expected reduce_wire to be one of {', '.join(map(repr, get_args(ReduceWire)))}, got "
                 f"{self.reduce_wire!r}."
             )
+        if self.unit_cap_mib is not None and not self.unit_cap_mib > 0:
+            raise ValueError(f"Expected unit_cap_mib to be a positive number of MiB, got {self.unit_cap_mib!r}.")
         if type(self.prefetch_limit) is not int or self.prefetch_limit < 0:
             raise ValueError(f"Expected prefetch_limit to be an integer >= 0, got {self.prefetch_limit!r}.")
 
@@ -119,7 +128,7 @@ class FullyShardedEngine:
         self._iteration: str | None = None
         self._is_implicit = False
         self._hooks = Hooks(
-            module, self.units, self._order, self._ledger,
+            module, self.units, self._order, self._ledger, find_kept(plans, self.config.reshard_after_forward),
             begin=self._begin_if_none, forward_done=self._forward_done, backward_starts=self._backward_starts,
             end_backward=self._end_backward,
         )  # fmt: skip
@@ -129,11 +138,16 @@ class FullyShardedEngine:
     def _plan(self) -> tuple[list[UnitPlan], list[nn.Module]]:
         check_not_lazy(self.module)
         check_initialisable(self.module)
-        plans = find_units(self.module, self.config.units)
+        config = self.config
+        plans = find_units(self.module, config.units)
+        if config.unit_cap_mib is not None:
+            selected = select_units(self.module, config.units)
+            plans = fit_to_cap(selected, config.unit_cap_mib * 2**20, functools.partial(divide, self.module))
+        find_kept(plans, config.reshard_after_forward)
         check_params(plans)
         if not plans:
             raise ValueError(f"Expected a module with parameters, got {type(self.module).__name__} without any.")
-        return plans, find_checkpointed(self.module, self.config.activation_checkpointing, plans)
+        return plans, find_checkpointed(self.module, config.activation_checkpointing, plans)
 
     @torch.no_grad()
     def _share_buffers(self) -> None:

@@ -41,14 +41,16 @@ class UnitFlow:
         "in_backward",
         "is_reduced",
         "keep",
+        "keep_between",
         "num_arrived",
         "num_calls",
         "num_passed",
         "unit",
     )
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, *, keep_between: bool = False) -> None:
         self.unit = unit
+        self.keep_between = keep_between  # stays unsharded from forward to backward
         self.depth = 0  # nested calls of the module
         self.keep = unit.is_root  # stays unsharded until the round ends
         self.num_calls = 0  # forward calls that a backward will pass

@@ -50,7 +50,7 @@ class Hooks:
     """Binds the four hooks to the modules of every unit and carries them out."""
 
     def __init__(
-        self, root: nn.Module, units: Sequence[Unit], order: CollectiveOrder, ledger: Ledger, *,
+        self, root: nn.Module, units: Sequence[Unit], order: CollectiveOrder, ledger: Ledger, kept: set[str], *,
         begin: Callable[..., None], forward_done: Callable[[], None], backward_starts: Callable[[], None],
         end_backward: Callable[[], None],
     ) -> None:  # fmt: skip
@@ -61,6 +61,7 @@ class Hooks:
             units: all units, the root unit included.
             order: starts the collectives.
             ledger: told of the hooks.
+            kept: fqns of units that stay unsharded from forward to backward.
             begin: a forward starts, or something of a kind that is named; opens an iteration if none is open.
             forward_done: the outermost hooked module has returned and autograd has not recorded it.
             backward_starts: the outermost backward has reached its first unit.
@@ -69,7 +70,7 @@ class Hooks:
         self.order, self._ledger = order, ledger
         self._begin, self._forward_done = begin, forward_done
         self._backward_starts, self._end_backward = backward_starts, end_backward
-        self.flows = [UnitFlow(unit) for unit in units]
+        self.flows = [UnitFlow(unit, keep_between=unit.fqn in kept) for unit in units]
         self.root_flow = next((flow for flow in self.flows if flow.unit.is_root), None)
         self.depth = 0  # nested hooked modules
         self.is_suspended = False  # modules are called with whole parameters that are not ours
@@ -197,7 +198,10 @@ class Hooks:
         self._ledger.event("post_forward", flow.unit.fqn)
         needs_backward = self._watch_outputs(flow, output)
         if not flow.depth and not flow.keep:
-            flow.unit.reshard()
+            if flow.keep_between and needs_backward:
+                flow.unit.hide()
+            else:
+                flow.unit.reshard()
             self.order.prefetch()
         self.leave(needs_backward)
 
@@ -282,7 +286,8 @@ class Hooks:
         flow.num_passed += 1
         if flow.num_arrived and flow.num_passed >= flow.num_calls:
             self.post_backward(flow)
-        if flow.unit.state is UnitState.UNSHARDED and not flow.keep and not self._creates_graph:
+        is_needed = flow.keep or (flow.keep_between and flow.num_passed < flow.num_calls)
+        if flow.unit.state is UnitState.UNSHARDED and not is_needed and not self._creates_graph:
             flow.unit.reshard()
 
     def grads_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -53,6 +53,11 @@ def _num_params(module: nn.Module) -> int:
 
 def _has_own_forward(module: nn.Module) -> bool:
     return not isinstance(module, _CONTAINERS) and type(module).forward is not nn.Module.forward
+
+
+def can_be_unit(module: nn.Module) -> bool:
+    """Whether the module is called, so that hooks can gather what it holds."""
+    return _has_own_forward(module) and not _is_read_by_its_parent(module)
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -175,6 +180,27 @@ def _owners(module_fqn: str, modules: dict[str, nn.Module], units: dict[int, Uni
     return chain
 
 
+def divide(root: nn.Module, selected: Mapping[str, nn.Module]) -> list[UnitPlan]:
+    """The units, in the order of the module tree, where `selected` modules, by fqn, are units besides the root."""
+    modules = dict(root.named_modules(remove_duplicate=False))
+    units: dict[int, UnitPlan] = {id(root): UnitPlan("", root)}
+    for fqn, module in selected.items():
+        units.setdefault(id(module), UnitPlan(fqn, module))
+    for sites, module_fqns in _collect_sites(root).values():
+        common = _owners(module_fqns[0], modules, units)
+        for module_fqn in module_fqns[1:]:
+            other = {id(unit) for unit in _owners(module_fqn, modules, units)}
+            common = [unit for unit in common if id(unit) in other]
+        common[-1].params.append(sites)
+    order = {id(module): position for position, module in enumerate(modules.values())}
+    return sorted((unit for unit in units.values() if unit.params), key=lambda unit: order[id(unit.module)])
+
+
+def select_units(root: nn.Module, policy: UnitPolicy = "auto") -> dict[str, nn.Module]:
+    """The modules that are to be units besides the root, by fqn; see `find_units`."""
+    return dict(_select(root, policy))
+
+
 def find_units(root: nn.Module, policy: UnitPolicy = "auto") -> list[UnitPlan]:
     """Divide the parameters of `root` into units, in the order of the module tree; the root unit, if any, comes first.
 
@@ -190,15 +216,25 @@ def find_units(root: nn.Module, policy: UnitPolicy = "auto") -> list[UnitPlan]:
     Raises:
         ValueError: if a name or the predicate matches nothing, or a match has no forward of its own.
     """
-    modules = dict(root.named_modules(remove_duplicate=False))
-    units: dict[int, UnitPlan] = {id(root): UnitPlan("", root)}
-    for fqn, module in _select(root, policy):
-        units.setdefault(id(module), UnitPlan(fqn, module))
-    for sites, module_fqns in _collect_sites(root).values():
-        common = _owners(module_fqns[0], modules, units)
-        for module_fqn in module_fqns[1:]:
-            other = {id(unit) for unit in _owners(module_fqn, modules, units)}
-            common = [unit for unit in common if id(unit) in other]
-        common[-1].params.append(sites)
-    order = {id(module): position for position, module in enumerate(modules.values())}
-    return sorted((unit for unit in units.values() if unit.params), key=lambda unit: order[id(unit.module)])
+    return divide(root, select_units(root, policy))
+
+
+def find_kept(plans: Sequence[UnitPlan], reshard_after_forward: bool | Mapping[str, bool]) -> set[str]:
+    """The fqns of the units that stay unsharded from their forward to their backward.
+
+    Raises:
+        ValueError: if a pattern matches no unit.
+    """
+    fqns = [plan.fqn for plan in plans if not plan.is_root]  # the root unit always stays
+    if isinstance(reshard_after_forward, bool):
+        return set() if reshard_after_forward else set(fqns)
+    kept: set[str] = set()
+    for pattern, reshards in reshard_after_forward.items():
+        hits = fnmatch.filter(fqns, pattern)
+        if not hits:
+            raise ValueError(
+                f"Expected the patterns of `reshard_after_forward` to name units, got {pattern!r}, which matches none "
+                f"of {', '.join(map(repr, fqns[:3]))}, ... Use fqns of units."
+            )
+        kept = kept - set(hits) if reshards else kept | set(hits)
+    return kept
