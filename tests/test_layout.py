@@ -15,6 +15,7 @@ from fsdp_strategy.engine.layout import (
     copy_in_runs,
     copy_out_index,
     plan_messages,
+    plan_reduction,
     plan_span,
 )
 
@@ -350,3 +351,16 @@ def test_a_flat_piece_follows_the_memory_order_of_a_channels_last_parameter() ->
     assert torch.equal(pieces, value.permute(0, 2, 3, 1).flatten())
     assert torch.equal(spec.from_memory_order(pieces), value)
     assert torch.equal(cut.piece_of(value.contiguous(), 0), cut.piece_of(value, 0))
+
+
+@pytest.mark.parametrize("world_size", [2, 7])
+def test_a_flat_span_is_reduced_as_a_whole_only_where_all_of_it_is_trainable(world_size: int) -> None:
+    layout = _flat_plans(world_size)[1]
+    trainable = [True] * len(SPECS)
+    assert plan_reduction(layout, trainable, FLOAT_NBYTES, POLICIES[1]) is layout
+    for others in (plan_reduction(layout, trainable, FLOAT_NBYTES, POLICIES[0]),
+                   plan_reduction(layout, [False, *trainable[1:]], FLOAT_NBYTES, POLICIES[1])):  # fmt: skip
+        assert not others.is_whole
+        assert [others.shard_param_numel(i) for i in range(len(others.cuts))] == [
+            layout.shard_param_numel(i) for i in range(len(SPECS) - len(others.cuts), len(SPECS))
+        ]

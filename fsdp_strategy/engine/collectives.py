@@ -212,10 +212,13 @@ class NativeReduce(ReduceOp):
         """Enqueue the reduce-scatters; they wait for the work queued on the current stream."""
         num_ranks, pending = self.layout.shard_world_size, Pending([])
         target = self._target(into, pending)
-        jobs = [
-            (target.narrow(0, m.shard_start, m.numels[0]), self._flat(grads[m.param], m.param, pending))
-            for m in self.layout.direct
-        ]
+        jobs: list[tuple[Tensor, Tensor]] = []
+        if self.layout.is_whole:
+            jobs.append((target, self._copy_in_whole(grads, pending)))
+        else:
+            for m in self.layout.direct:
+                own = target.narrow(0, m.shard_start, m.numels[0])
+                jobs.append((own, self._flat(grads[m.param], m.param, pending)))
         packed = self.layout.packed
         if packed is not None:
             own = target.narrow(0, packed.shard_start, packed.piece_numels[0])

@@ -10,7 +10,7 @@ All offsets and counts are in elements of the span, unless the name says `nbytes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,7 @@ class SpanLayout:
     packed: PackedMessage | None
     shard_world_size: int
     shard_rank: int
+    is_whole: bool = False  # one message carries the span as it lies
 
     @property
     def numel(self) -> int:
@@ -168,8 +169,26 @@ def _plan_whole(cuts: Sequence[FlatCut], *, shard_rank: int) -> SpanLayout:
         cuts=tuple(cuts), starts=tuple(cut.start for cut in cuts),
         shard_starts=tuple(min(max(cut.start - begin, 0), piece) for cut in cuts), unsharded_numel=world * piece,
         shard_numel=piece, direct=(DirectMessage(0, tuple(range(0, world * piece, piece)), (piece,) * world, 0),),
-        packed=None, shard_world_size=world, shard_rank=shard_rank,
+        packed=None, shard_world_size=world, shard_rank=shard_rank, is_whole=True,
     )  # fmt: skip
+
+
+def plan_reduction(gathered: SpanLayout, trainable: Sequence[bool], itemsize: int, policy: MessagePolicy) -> SpanLayout:
+    """Lay the gradients of a span's trainable parameters out.
+
+    A flat span whose parameters are all trainable goes as a whole where pieces must be equal: one copy-in per
+    parameter, however many ranks there are.
+
+    Args:
+        gathered: the layout of the span.
+        trainable: of its parameters.
+        itemsize: bytes of one element on the wire.
+        policy: what the collectives backend asks for.
+    """
+    if gathered.is_whole and policy.equal_pieces and all(trainable) and gathered.shard_world_size > 1:
+        return gathered
+    cuts = [cut for cut, is_trainable in zip(gathered.cuts, trainable, strict=True) if is_trainable]
+    return plan_messages(cuts, itemsize, shard_rank=gathered.shard_rank, policy=policy)
 
 
 def plan_span(
@@ -182,20 +201,28 @@ def plan_span(
     return plan_messages(cut_rows(specs, shard_world_size), itemsize, shard_rank=shard_rank, policy=policy)
 
 
-def _packed_positions(layout: SpanLayout) -> list[list[Tensor]]:
-    """For every packed parameter and rank the positions of its elements in the pieces, laid rank after rank."""
+def _places(layout: SpanLayout, index: int, begins: Tensor) -> tuple[Tensor, Tensor]:
+    """For the elements of a packed parameter, rank after rank: the rank that owns each, and its place in the pieces.
+
+    `begins`: per rank, where its shard of the parameter begins in the pieces.
+    """
+    cut = layout.cuts[index]
+    numels = torch.tensor([cut.numel(rank) for rank in range(layout.shard_world_size)])
+    owners = torch.repeat_interleave(torch.arange(layout.shard_world_size), numels)
+    firsts = torch.cumsum(numels, 0) - numels
+    return owners, torch.arange(owners.numel()) - firsts[owners] + begins[owners]
+
+
+def _packed_places(layout: SpanLayout) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Every packed parameter with the owners and places of its elements; see `_places`."""
     packed = layout.packed
     assert packed is not None
-    filled = [sum(packed.piece_numels[:rank]) for rank in range(layout.shard_world_size)]
-    positions = []
+    piece_numels = torch.tensor(packed.piece_numels)
+    begins = torch.cumsum(piece_numels, 0) - piece_numels
     for index in packed.params:
-        parts = []
-        for rank in range(layout.shard_world_size):
-            numel = layout.cuts[index].numel(rank)
-            parts.append(torch.arange(filled[rank], filled[rank] + numel))
-            filled[rank] += numel
-        positions.append(parts)
-    return positions
+        owners, places = _places(layout, index, begins)
+        yield index, owners, places
+        begins = begins + torch.bincount(owners, minlength=layout.shard_world_size)
 
 
 def copy_out_index(layout: SpanLayout) -> Tensor:
@@ -203,10 +230,10 @@ def copy_out_index(layout: SpanLayout) -> Tensor:
     packed = layout.packed
     assert packed is not None
     index = torch.zeros(packed.region_numel, dtype=torch.int32)
-    for param, parts in zip(packed.params, _packed_positions(layout), strict=True):
-        position = parts[layout.shard_rank] if layout.cuts[param].is_replicated else torch.cat(parts)
+    for param, owners, places in _packed_places(layout):
+        own = places[owners == layout.shard_rank] if layout.cuts[param].is_replicated else places
         begin = layout.starts[param] - packed.start
-        index[begin : begin + position.numel()] = position.to(torch.int32)
+        index[begin : begin + own.numel()] = own.to(torch.int32)
     return index
 
 
@@ -219,11 +246,12 @@ def copy_in_index(layout: SpanLayout) -> Tensor:
     assert packed is not None
     index = torch.zeros(sum(packed.piece_numels), dtype=torch.int32)
     begin = 0
-    for param, parts in zip(packed.params, _packed_positions(layout), strict=True):
-        cut = layout.cuts[param]
-        for part in parts if cut.is_replicated else [torch.cat(parts)]:
-            index[part] = torch.arange(begin, begin + cut.spec.numel, dtype=torch.int32)
-        begin += cut.spec.numel
+    for param, _, places in _packed_places(layout):
+        numel = layout.cuts[param].spec.numel
+        index[places] = begin + torch.arange(places.numel(), dtype=torch.int32) % max(
+            numel, 1
+        )  # replicated: on every rank
+        begin += numel
     return index
 
 

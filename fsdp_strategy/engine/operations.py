@@ -177,6 +177,15 @@ class ReduceOp(ABC):
         flat = spec.in_memory_order(grad)
         return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
+    def _copy_in_whole(self, grads: Sequence[Tensor | None], pending: Pending) -> Tensor:
+        """The gradients as the span lies, (unsharded_numel,) `wire_dtype`; what is in the gaps is never used."""
+        layout = self.layout
+        whole = torch.empty(layout.unsharded_numel, dtype=self.wire_dtype, device=self._device)
+        pending.buffer_nbytes += whole.nbytes
+        places = [whole.narrow(0, s, c.spec.numel) for s, c in zip(layout.starts, layout.cuts, strict=True)]
+        torch._foreach_copy_(places, [self._in_order(grad, param) for param, grad in enumerate(grads)])
+        return whole
+
     def _copy_in(self, grads: Sequence[Tensor | None], pending: Pending) -> Tensor:
         """The packed gradients as pieces laid rank after rank, (sum(piece_numels),) `wire_dtype`."""
         packed = self.layout.packed

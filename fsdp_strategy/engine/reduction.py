@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fsdp_strategy.engine.layout import plan_messages
+from fsdp_strategy.engine.layout import plan_reduction
 from fsdp_strategy.engine.mesh import ShardMesh
 from fsdp_strategy.engine.operations import Pending, ReduceOp
 from fsdp_strategy.engine.recorder import Ledger
@@ -98,10 +98,7 @@ class Reducer:
 
     def _build(self, span: Span, trainable: tuple[bool, ...], params: list[UnitParam]) -> _SpanGrads:
         mesh = self._mesh
-        layout = plan_messages(
-            [param.cut for param in params], span.param_dtype.itemsize, shard_rank=mesh.shard_rank,
-            policy=mesh.collectives.policy,
-        )  # fmt: skip
+        layout = plan_reduction(span.layout, trainable, span.param_dtype.itemsize, mesh.collectives.policy)
         old = self._plans.get(span)
         if old is not None:
             self._ledger.free("sharded_grad", old.buffer.nbytes)

@@ -23,6 +23,8 @@ from fsdp_strategy.engine.cut import RowCut, shard_bounds
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_GRAD: Any = Tensor.grad  # the descriptor
+
 # Asks only about the tensor itself, or hands it on.
 _METADATA = frozenset({
     "__deepcopy__", "__format__", "__hash__", "__len__", "__reduce_ex__", "__repr__", "_is_view", "backward",
@@ -75,6 +77,23 @@ class ShardedTensor(Tensor):
 
     __slots__ = ()
     _local_tensor: Tensor
+
+    @property  # type: ignore[override]
+    def grad(self) -> Tensor | None:
+        """The sharded gradient. Read for every parameter in every step, so without the detour of an operation."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return cast("Tensor | None", _GRAD.__get__(self))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(value, Tensor) and not isinstance(value, DTensor | ShardedTensor):
+                value = _share_of(value, self)
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @abstractmethod
     def full_tensor(self) -> Tensor:
@@ -290,17 +309,19 @@ def _grads(outputs: Any, inputs: Sequence[Tensor], **kwargs: Any) -> Sequence[Te
 
 
 def _set(name: str, target: ShardedTensor, value: Any) -> bool:
-    """`param.data = value` and `param.grad = value` of whole plain tensors keep this rank's share of them."""
+    """`param.data = value` of a whole plain tensor keeps this rank's share of it."""
     if name == "data":
         _set_data(target, value)
-        return True
-    if name == "grad" and isinstance(value, Tensor) and not isinstance(value, DTensor | ShardedTensor):
-        if value.shape != target.shape:
-            return False  # torch says what is wrong
-        target.grad = target.like(torch.empty_like(target._local_tensor, dtype=value.dtype))
-        target.grad.keep(value)
-        return True
-    return False
+    return name == "data"
+
+
+def _share_of(value: Tensor, target: ShardedTensor) -> Tensor:
+    """A whole gradient that the user gives to a sharded parameter, sharded; torch says what is wrong with others."""
+    if value.shape != target.shape:
+        return value
+    share = target.like(torch.empty_like(target._local_tensor, dtype=value.dtype))
+    share.keep(value)
+    return share
 
 
 def _set_data(target: ShardedTensor, value: Tensor) -> None:
