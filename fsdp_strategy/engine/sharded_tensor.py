@@ -78,7 +78,7 @@ class ShardedTensor(Tensor):
     __slots__ = ()
     _local_tensor: Tensor
 
-    @property  # type: ignore[override]
+    @property
     def grad(self) -> Tensor | None:
         """The sharded gradient. Read for every parameter in every step, so without the detour of an operation."""
         with torch._C.DisableTorchFunctionSubclass():
