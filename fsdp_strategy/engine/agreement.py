@@ -11,9 +11,11 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp_strategy.engine.collectives import Collectives
+from fsdp_strategy.engine.sharded_tensor import ShardedTensor
 from fsdp_strategy.engine.units import UnitPlan
 
 T = TypeVar("T")
@@ -47,10 +49,20 @@ def check_params(plans: Sequence[UnitPlan]) -> None:
     """Raise on a parameter that cannot be sharded.
 
     Raises:
-        ValueError: for boolean parameters.
+        ValueError: for boolean parameters, and those that are sharded already.
     """
     for plan in plans:
         for site in plan.params:
+            if isinstance(site.param, ShardedTensor):
+                raise ValueError(
+                    f"Expected a module that is not sharded, got one with `{site.fqn}`, which is already sharded. Undo "
+                    "that with `fsdp_strategy.engine.restore`, or use the engine that there is."
+                )
+            if isinstance(site.param, DTensor):
+                raise ValueError(
+                    f"Expected plain parameters, got `{site.fqn}`, which is a DTensor. Leave the sharding to the "
+                    "strategy: build the module without distributing it."
+                )
             if site.param.dtype == torch.bool:
                 raise ValueError(
                     f"Expected numeric parameters, got `{site.fqn}` of torch.bool. Register it as a buffer."

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from fsdp_strategy.engine.flow import UnitFlow, in_backward, tensors_in
+from fsdp_strategy.engine.flow import UnitFlow, in_backward
 from fsdp_strategy.engine.unit import UnitParam, UnitState
 
 if TYPE_CHECKING:
@@ -69,7 +70,11 @@ class Owner:
 class _ModuleHook:
     """A copied module is plain and on its own: its copies of our hooks do nothing."""
 
-    __slots__ = ()
+    __slots__ = ("hooks", "is_outside")
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+        self.is_outside = False  # a `CompiledCall` runs it, so that it is no part of the module's graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _do_nothing
@@ -82,57 +87,92 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 class Enter(_ModuleHook):
     """Before a module that holds units."""
 
-    __slots__ = ("hooks",)
+    __slots__ = ("run",)
 
     def __init__(self, hooks: Hooks) -> None:
-        self.hooks = hooks
+        super().__init__(hooks)
+        self.run = outside_of_graphs(hooks.enter)
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Called by torch."""
-        if not in_backward() and not self.hooks.is_suspended:
-            self.hooks.enter()
+        if not self.is_outside and not self.hooks.is_suspended and not in_backward():
+            self.run()
 
 
 class Leave(_ModuleHook):
     """After a module that holds units."""
 
-    __slots__ = ("hooks",)
+    __slots__ = ("run",)
 
     def __init__(self, hooks: Hooks) -> None:
-        self.hooks = hooks
+        super().__init__(hooks)
+        self.run = outside_of_graphs(hooks.leave_with)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called by torch."""
-        if not in_backward() and not self.hooks.is_suspended:
-            self.hooks.leave(any(tensor.grad_fn is not None for tensor in tensors_in(output)))
+        if not self.is_outside and not self.hooks.is_suspended and not in_backward():
+            self.run(output)
 
 
 class PreForward(_ModuleHook):
     """Before a module that reads parameters of a unit."""
 
-    __slots__ = ("flow", "hooks")
+    __slots__ = ("flow", "run")
 
     def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
-        self.hooks, self.flow = hooks, flow
+        super().__init__(hooks)
+        self.flow, self.run = flow, outside_of_graphs(hooks.pre_forward)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Called by torch."""
-        if not self.hooks.is_suspended:
-            self.hooks.pre_forward(self.flow, args, kwargs)
+        if not self.is_outside and not self.hooks.is_suspended:
+            self.run(self.flow, args, kwargs)
 
 
 class PostForward(_ModuleHook):
     """After a module that reads parameters of a unit."""
 
-    __slots__ = ("flow", "hooks")
+    __slots__ = ("flow", "run")
 
     def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
-        self.hooks, self.flow = hooks, flow
+        super().__init__(hooks)
+        self.flow, self.run = flow, outside_of_graphs(hooks.post_forward)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called by torch."""
-        if not self.hooks.is_suspended:
-            self.hooks.post_forward(self.flow, output)
+        if not self.is_outside and not self.hooks.is_suspended:
+            self.run(self.flow, output)
+
+
+def outside_of_graphs(function: Callable[..., None]) -> Callable[..., None]:
+    """`function`, which `torch.compile` does not trace into; itself where nothing can have been compiled yet."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return function if dynamo is None else cast("Callable[..., None]", dynamo.disable(function))
+
+
+class CompiledCall:
+    """Around the call of a module that was compiled in place (`module.compile()`): its hooks are not in the graph."""
+
+    def __init__(self, module: nn.Module, before: _ModuleHook, after: _ModuleHook) -> None:
+        """Take the place of the compiled call."""
+        self._module, self._before, self._after = module, before, after
+        self._compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch in place of the module's hooks and forward."""
+        self._before(self._module, args, kwargs)  # type: ignore[operator]
+        self._before.is_outside = self._after.is_outside = True
+        try:
+            output = self._compiled(*args, **kwargs)
+        finally:
+            self._before.is_outside = self._after.is_outside = False
+        self._after(self._module, args, output)  # type: ignore[operator]
+        return output
+
+    def remove(self) -> None:
+        """Give the compiled call its place back."""
+        self._module._compiled_call_impl = self._compiled
 
 
 class Accumulated:

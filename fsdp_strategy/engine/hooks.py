@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_strategy.engine.bindings import Accumulated, Enter, Leave, Owner, PostForward, PreForward
+from fsdp_strategy.engine.bindings import Accumulated, CompiledCall, Enter, Leave, Owner, PostForward, PreForward
 from fsdp_strategy.engine.flow import UnitFlow, in_backward, tensors_in
 from fsdp_strategy.engine.order import CollectiveOrder
 from fsdp_strategy.engine.recorder import Ledger
@@ -79,22 +79,26 @@ class Hooks:
         self._creates_graph = False
         self._is_end_queued = False
         self._warned: set[str] = set()
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | CompiledCall] = []
         bound: set[nn.Module] = set()
         for flow in self.flows:
             bound |= self._bind(flow)
         for module in root.modules():
             if module not in bound and (module is root or any(child in bound for child in module.modules())):
-                self._handles.append(module.register_forward_pre_hook(Enter(self), prepend=True))
-                self._handles.append(module.register_forward_hook(Leave(self)))
+                self._register(module, Enter(self), Leave(self))
+
+    def _register(self, module: nn.Module, before: Any, after: Any) -> None:
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after))
+        if module._compiled_call_impl is not None:
+            self._handles.append(CompiledCall(module, before, after))
 
     def _bind(self, flow: UnitFlow) -> set[nn.Module]:
         readers = {flow.unit.module}
         if flow.unit.is_root:  # its parameters are read by modules all over the tree, which may be called directly
             readers |= {module for param in flow.unit.params for module, _ in param.sites}
         for module in readers:
-            before = module.register_forward_pre_hook(PreForward(self, flow), prepend=True, with_kwargs=True)
-            self._handles += [before, module.register_forward_hook(PostForward(self, flow))]
+            self._register(module, PreForward(self, flow), PostForward(self, flow))
         for position, param in enumerate(flow.unit.params):
             param.sharded.__dict__["_owner"] = Owner(self, flow.unit.index, position)
         for param in flow.unit.params:
@@ -153,6 +157,10 @@ class Hooks:
                 self.root_flow.unit.hide()
             if not needs_backward:
                 self._forward_done()
+
+    def leave_with(self, output: Any) -> None:
+        """A module that holds units has returned `output`."""
+        self.leave(any(tensor.grad_fn is not None for tensor in tensors_in(output)))
 
     def pre_forward(self, flow: UnitFlow, args: Any, kwargs: Any) -> None:
         """Gather the unit if it is not there, and watch its inputs for the end of its backward."""

@@ -39,8 +39,8 @@ _ALIASES = frozenset({"detach", "data"})
 _COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # An error on a rank without rows, and only there.
 _NEEDS_A_ROW = frozenset({
-    "amax", "amin", "aminmax", "argmax", "argmin", "kthvalue", "max", "median", "min", "mode", "nanmedian", "quantile",
-    "topk",
+    "_foreach_norm", "amax", "amin", "aminmax", "argmax", "argmin", "kthvalue", "linalg_norm", "linalg_vector_norm",
+    "max", "median", "min", "mode", "nanmedian", "norm", "quantile", "topk",
 })  # fmt: skip
 # In place and random: filled whole, so that equal generators give equal weights at every number of ranks.
 _RANDOM = frozenset({
@@ -170,10 +170,19 @@ class ShardedTensor(Tensor):
             return tree_map(_finish, func(*args, **kwargs))
 
 
+class _NotThere:
+    """An attribute that a base class has and this one has not."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        raise AttributeError
+
+
 class RowShardedTensor(ShardedTensor, DTensor):
     """Per-parameter layout: a `DTensor` with `Shard(0)`; `Replicate()` where the parameter is 0-d."""
 
     __slots__ = ()
+    # What has it is exchanged as a whole by `module.to(dtype)`, which could not be refused then.
+    __tensor_flatten__ = _NotThere()
 
     @classmethod
     def make(cls, local: Tensor, cut: RowCut, axis: DeviceMesh) -> RowShardedTensor:
@@ -193,7 +202,8 @@ class RowShardedTensor(ShardedTensor, DTensor):
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
         """See `ShardedTensor`."""
-        return DTensor.full_tensor(self, **kwargs)
+        full = DTensor.full_tensor(self, **kwargs)
+        return full.clone() if self.is_replicated else full  # the shard itself otherwise
 
     def keep(self, full: Tensor) -> None:
         """See `ShardedTensor`."""
@@ -246,7 +256,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 def _asks_only(func: Callable[..., Any], name: str) -> bool:
     is_property = getattr(func, "__name__", "") in ("__get__", "__set__") and name not in _COMPUTED_PROPERTIES
-    return is_property or name in _METADATA or name.startswith("_foreach_")
+    return is_property or name in _METADATA or (name.startswith("_foreach_") and name not in _NEEDS_A_ROW)
 
 
 def _owner_of(tensor: Tensor) -> ParamOwner | None:
@@ -331,7 +341,12 @@ def _set_data(target: ShardedTensor, value: Tensor) -> None:
             f"Expected data of shape {tuple(target.shape)} and {target.dtype} for a sharded parameter, got "
             f"{tuple(value.shape)} and {value.dtype}. Convert the module before the Trainer sets the strategy up."
         )
-    _run_in_place(Tensor.copy_, target, (target, value), {})
+    if isinstance(value, ShardedTensor):
+        if (owner := _owner_of(target)) is not None:
+            owner.before_write()
+        target._local_tensor.copy_(value._local_tensor)
+    else:
+        _run_in_place(Tensor.copy_, target, (target, value), {})
 
 
 def _whole(value: Any) -> Any:

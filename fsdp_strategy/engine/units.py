@@ -52,7 +52,8 @@ def _num_params(module: nn.Module) -> int:
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    return not isinstance(module, _CONTAINERS) and type(module).forward is not nn.Module.forward
+    is_defined = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward  # of its own: compiled
+    return is_defined and not isinstance(module, _CONTAINERS)
 
 
 def can_be_unit(module: nn.Module) -> bool:
@@ -149,7 +150,10 @@ def _select(root: nn.Module, policy: UnitPolicy) -> list[tuple[str, nn.Module]]:
                 f"Expected units to be modules with a forward, got `{fqn}` ({type(module).__name__}), which is only a "
                 f"container. Select its children, for example {fqn + '.*'!r}."
             )
-    return selected
+    # `torch.compile(module)` is a module around it; hooks inside would be traced.
+    wrappers = {id(inner): (fqn, m) for fqn, m in root.named_modules() if (inner := m.__dict__.get("_orig_mod"))}
+    wrappers |= {id(m._modules["_orig_mod"]): (fqn, m) for fqn, m in root.named_modules() if "_orig_mod" in m._modules}
+    return [wrappers.get(id(module), (fqn, module)) for fqn, module in selected]
 
 
 def _collect_sites(root: nn.Module) -> dict[int, tuple[ParamSites, list[str]]]:
