@@ -30,6 +30,7 @@ from fsdp_strategy.checkpoint import (
 )
 from fsdp_strategy.engine import EngineConfig, FullyShardedEngine, LocalStep, ShardMesh, restore
 from fsdp_strategy.engine.elementwise import check_elementwise
+from fsdp_strategy.engine.optimizer import check_holds_shards
 from fsdp_strategy.foreign_arguments import meets_foreign_arguments
 from fsdp_strategy.loaders import end_together
 from fsdp_strategy.precision import ShardedPrecision, shard_precision
@@ -73,6 +74,7 @@ class FullyShardedStrategy(RankedStrategy):
             half the bytes, and sums them in `reduce_dtype` where they arrive.
         accumulate: what micro-batches of `accumulate_grad_batches` add up. "sharded": reduced shards, a reduction for
             each. "unsharded": whole gradients on every rank, reduced once; costs 4 bytes per parameter and rank.
+        reshard_after_backward: False keeps parameters unsharded over the micro-batches of `accumulate="unsharded"`.
         activation_checkpointing: whose activations are computed again in backward instead of being kept: "units" for
             those of every unit, or classes, class names and FQN patterns as for `units`. Costs one more forward.
         start_method: how ranks are started where no launcher has done so: "popen" runs the script again, "spawn"
@@ -103,6 +105,7 @@ class FullyShardedStrategy(RankedStrategy):
         reduce_dtype: ReduceDtype = "auto",
         reduce_wire: Literal["reduce_dtype", "param_dtype"] = "reduce_dtype",
         accumulate: Literal["sharded", "unsharded"] = "sharded",
+        reshard_after_backward: bool = True,
         activation_checkpointing: str | type[nn.Module] | list[str | type[nn.Module]] | None = None,
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
@@ -116,11 +119,17 @@ class FullyShardedStrategy(RankedStrategy):
         """Nothing is allocated or launched before the Trainer runs."""
         _choice("start_method", start_method, ("popen", "spawn", "fork"))
         _choice("reduce_dtype", reduce_dtype, ("auto", "float32", "float64", "bfloat16", "float16"))
+        if accumulate == "sharded" and not reshard_after_backward:
+            raise ValueError(
+                "Expected reshard_after_backward=False only with accumulate='unsharded', got accumulate='sharded', "
+                "where it would do nothing. Pass both, or leave it out."
+            )
         self._accumulate = _choice("accumulate", accumulate, ("sharded", "unsharded"))
         self._config = EngineConfig(
             units=units,
             unit_cap_mib=unit_cap_mib,
             reshard_after_forward=reshard_after_forward,
+            reshard_after_backward=reshard_after_backward,
             layout=layout,
             prefetch_limit=prefetch_limit,
             reduce_dtype=None if reduce_dtype == "auto" else getattr(torch, reduce_dtype),
@@ -245,24 +254,11 @@ class FullyShardedStrategy(RankedStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        sharded = {id(param.sharded) for param in self.engine.params}
         for number, optimizer in enumerate(self.optimizers):
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if id(param) not in sharded:
-                        raise ValueError(self._describe_stray(number, optimizer, param))
+            check_holds_shards(optimizer, number, self.engine)
         for optimizer in self.optimizers:
             check_elementwise(optimizer, self._config.layout)
         self._local_steps = [LocalStep(optimizer, self.engine.params) for optimizer in self.optimizers]
-
-    def _describe_stray(self, number: int, optimizer: Optimizer, param: Tensor) -> str:
-        fqn = self.engine.find_replaced(param)
-        what = f"the unsharded parameter `{fqn}`" if fqn else f"a tensor of shape {tuple(param.shape)}"
-        return (
-            f"[rank {self.global_rank}] Expected optimizer {number} ({type(optimizer).__name__}) to hold the sharded "
-            f"parameters of the module, got {what}, which would never be updated. Build the optimizer in "
-            "configure_optimizers from self.parameters() or self.named_parameters()."
-        )
 
     @override
     def teardown(self) -> None:

@@ -204,3 +204,43 @@ def test_ranks_in_different_loops_are_told_at_once(ranks: RankPool) -> None:
     for rank, message in enumerate(ranks.run(_mixed_kinds, 3)):
         assert f"[rank {rank}]" in message
         assert "'validation' on rank 0, 'training' on rank 1, 'training' on rank 2" in message
+
+
+def _gathered_once(reshard_after_backward: bool) -> tuple[Trained, list[int], list[int], int]:
+    """Gradients, gathers of every micro-batch and bytes unsharded after it, twice round; what is left in the end."""
+    model = seeded(BUILDS["net"])
+    engine = shard(model, reshard_after_backward=reshard_after_backward)
+    gathers, held = [], []
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = None
+        for index, batch in enumerate(rank_batches(engine, batches(NUM_MICRO))):
+            with engine.record() as recorder, engine.accumulating() if index < NUM_MICRO - 1 else nullcontext():
+                loss_of(model, batch).backward()
+            gathers.append(recorder.count("all_gather"))
+            held.append(engine.live_nbytes["unsharded_param"])
+            if index == 1:
+                with torch.no_grad():
+                    model(batch[0])  # a validation in between frees what was kept
+    return snapshot(model), gathers, held, unsharded_nbytes(engine)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_may_stay_unsharded_over_micro_batches(ranks: RankPool, world_size: int) -> None:
+    reference = snapshot(seeded(BUILDS["net"]))
+    freed = ranks.run(_gathered_once, world_size, True)
+    kept = ranks.run(_gathered_once, world_size, False)
+    assert_close(join_grads([r for r, *_ in kept], reference), join_grads([r for r, *_ in freed], reference), TOLERANCE)
+    num_units, twice = NUM_BLOCKS + 1, 2 * NUM_BLOCKS + 1
+    for (_, gathers, held, left), (_, all_gathers, none_held, _) in zip(kept, freed, strict=True):
+        assert all_gathers == [twice] * 2 * NUM_MICRO
+        # Gathered in the first micro-batch, again after the validation, and freed with the last one.
+        assert gathers == [num_units, 0, num_units, 0] * 2
+        assert [nbytes > 0 for nbytes in held] == [True, True, True, False] * 2
+        assert set(none_held) == {0}
+        assert left == 0
+
+
+def test_keeping_parameters_without_accumulating_is_an_error() -> None:
+    with pytest.raises(ValueError, match="only with accumulate='unsharded'"):
+        make_strategy(reshard_after_backward=False)

@@ -46,6 +46,8 @@ class EngineConfig:
         unit_cap_mib: most MiB of parameters in a unit; see `fit_to_cap`. None for no cap.
         reshard_after_forward: whether units are freed between forward and backward; or by FQN pattern of units, True
             for those that match none. False gathers once per step and holds all parameters in between.
+        reshard_after_backward: whether units are freed at the end of backward also while micro-batches accumulate
+            unsharded. False gathers once for all of them, and holds all parameters meanwhile.
         layout: "per_parameter": every parameter is cut along dim 0 as `torch.chunk` does. "flat": the
             parameters of a unit are laid end to end and cut into equal pieces.
         prefetch_limit: units gathered ahead of the one that computes, in forward and in backward.
@@ -59,6 +61,7 @@ class EngineConfig:
     units: UnitPolicy = "auto"
     unit_cap_mib: float | None = None
     reshard_after_forward: bool | dict[str, bool] = True
+    reshard_after_backward: bool = True
     layout: Layout = "per_parameter"
     prefetch_limit: int = 1
     reduce_dtype: torch.dtype | None = None
@@ -127,6 +130,7 @@ class FullyShardedEngine:
         )
         self._iteration: str | None = None
         self._is_implicit = False
+        self._gathered_for: str | None = None  # the kind of iteration whose micro-batches have left units unsharded
         self._hooks = Hooks(
             module, self.units, self._order, self._ledger, find_kept(plans, self.config.reshard_after_forward),
             begin=self._begin_if_none, forward_done=self._forward_done, backward_starts=self._backward_starts,
@@ -195,11 +199,15 @@ class FullyShardedEngine:
         """
         if self._iteration is not None:
             self.end()
-        if not self._order.reduces:
-            kind = f"{kind}, accumulating"
+        if self._gathered_for not in (None, kind):
+            self._free_gathered()
+        self._hooks.keep_all = kind if not (self._order.reduces or self.config.reshard_after_backward) else None
+        self._hooks.keep_forward = self._hooks.keep_all is not None or self._gathered_for is not None
+        suffixes = ("" if self._order.reduces else ", accumulating") + (", gathered" if self._gathered_for else "")
+        kind = f"{kind}{suffixes}"
         self._iteration, self._is_implicit = kind, False
         self._order.begin(kind)
-        if self.root_unit is not None:
+        if self.root_unit is not None and self.root_unit.state is not UnitState.UNSHARDED:
             self._order.unshard(self.root_unit)
             self.root_unit.hide()
 
@@ -207,7 +215,7 @@ class FullyShardedEngine:
         """End the iteration; everything is sharded afterwards. Meets all ranks if anything was left open."""
         if self._iteration is None:
             return
-        self._reshard_all()
+        self._free_or_keep()
         self._order.end()
         self._iteration = None
 
@@ -266,7 +274,7 @@ class FullyShardedEngine:
         """
         self._hooks.reset()
         self._order.abandon()
-        self._iteration = None
+        self._iteration = self._gathered_for = None
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -298,12 +306,26 @@ class FullyShardedEngine:
 
     def _end_backward(self) -> None:
         """The outermost backward has ended: gradients are final when this returns."""
-        self._reshard_all(keep_root=True)
+        if self._hooks.keep_all is None:
+            self._reshard_all(keep_root=True)
         self._order.close_round()
         self._reducer.in_backward = False
-        self._reshard_all()
+        self._free_or_keep()
         if self._is_implicit:
             self.end()
+
+    def _free_or_keep(self) -> None:
+        self._gathered_for = self._hooks.keep_all
+        if self._gathered_for is None:
+            self._reshard_all()
+        for flow in self._hooks.flows:
+            if flow.unit.is_shown:
+                flow.unit.hide()
+            flow.forget_calls()
+
+    def _free_gathered(self) -> None:
+        self._gathered_for = None
+        self._reshard_all()
 
     def _reshard_all(self, *, keep_root: bool = False) -> None:
         for flow in self._hooks.flows:

@@ -75,6 +75,8 @@ class Hooks:
         self.depth = 0  # nested hooked modules
         self.is_suspended = False  # modules are called with whole parameters that are not ours
         self.is_step = False  # a step of the caller runs, in which parameters may be used anywhere
+        self.keep_all: str | None = None  # the kind of iteration, while its micro-batches keep units unsharded
+        self.keep_forward = False  # units stay unsharded from forward to backward
         self._accessed: UnitFlow | None = None
         self._creates_graph = False
         self._is_end_queued = False
@@ -206,7 +208,7 @@ class Hooks:
         self._ledger.event("post_forward", flow.unit.fqn)
         needs_backward = self._watch_outputs(flow, output)
         if not flow.depth and not flow.keep:
-            if flow.keep_between and needs_backward:
+            if (flow.keep_between or self.keep_forward) and needs_backward:
                 flow.unit.hide()
             else:
                 flow.unit.reshard()
@@ -294,7 +296,8 @@ class Hooks:
         flow.num_passed += 1
         if flow.num_arrived and flow.num_passed >= flow.num_calls:
             self.post_backward(flow)
-        is_needed = flow.keep or (flow.keep_between and flow.num_passed < flow.num_calls)
+        is_between = (flow.keep_between or self.keep_forward) and flow.num_passed < flow.num_calls
+        is_needed = flow.keep or self.keep_all or is_between
         if flow.unit.state is UnitState.UNSHARDED and not is_needed and not self._creates_graph:
             flow.unit.reshard()
 
@@ -355,6 +358,6 @@ class Hooks:
         """After an exception: as if nothing had been called."""
         self.depth = 0
         self.is_step = self._is_end_queued = False
-        self._accessed = None
+        self._accessed = self.keep_all = None
         for flow in self.flows:
             flow.forget_calls()

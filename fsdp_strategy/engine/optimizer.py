@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_strategy.engine.engine import FullyShardedEngine
 from fsdp_strategy.engine.sharded_tensor import ShardedTensor, local_of
 from fsdp_strategy.engine.unit import UnitParam
 
@@ -24,6 +25,26 @@ def _wrap(value: Any, like: ShardedTensor) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or value.shape != like._local_tensor.shape:
         return value
     return like.like(value)
+
+
+def check_holds_shards(optimizer: Optimizer, number: int, engine: FullyShardedEngine) -> None:
+    """Raise if the optimizer holds anything but sharded parameters of the engine: it would never be trained.
+
+    Raises:
+        ValueError: naming the optimizer, by its `number`, and what it holds.
+    """
+    sharded = {id(param.sharded) for param in engine.params}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) in sharded:
+                continue
+            fqn = engine.find_replaced(param)
+            what = f"the unsharded parameter `{fqn}`" if fqn else f"a tensor of shape {tuple(param.shape)}"
+            raise ValueError(
+                f"[rank {engine.mesh.shard_rank}] Expected optimizer {number} ({type(optimizer).__name__}) to hold the "
+                f"sharded parameters of the module, got {what}, which would never be updated. Build the optimizer in "
+                "configure_optimizers from self.parameters() or self.named_parameters()."
+            )
 
 
 class LocalStep:
