@@ -91,7 +91,7 @@ class Enter(_ModuleHook):
 
     def __init__(self, hooks: Hooks) -> None:
         super().__init__(hooks)
-        self.run = outside_of_graphs(hooks.enter)
+        self.run = _outside_of_graphs(hooks, hooks.enter)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Called by torch."""
@@ -106,7 +106,7 @@ class Leave(_ModuleHook):
 
     def __init__(self, hooks: Hooks) -> None:
         super().__init__(hooks)
-        self.run = outside_of_graphs(hooks.leave_with)
+        self.run = _outside_of_graphs(hooks, hooks.leave_with)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called by torch."""
@@ -121,7 +121,7 @@ class PreForward(_ModuleHook):
 
     def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
         super().__init__(hooks)
-        self.flow, self.run = flow, outside_of_graphs(hooks.pre_forward)
+        self.flow, self.run = flow, _outside_of_graphs(hooks, hooks.pre_forward)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Called by torch."""
@@ -136,7 +136,7 @@ class PostForward(_ModuleHook):
 
     def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
         super().__init__(hooks)
-        self.flow, self.run = flow, outside_of_graphs(hooks.post_forward)
+        self.flow, self.run = flow, _outside_of_graphs(hooks, hooks.post_forward)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called by torch."""
@@ -144,9 +144,19 @@ class PostForward(_ModuleHook):
             self.run(self.flow, output)
 
 
-def outside_of_graphs(function: Callable[..., None]) -> Callable[..., None]:
-    """`function`, which `torch.compile` does not trace into; itself where nothing can have been compiled yet."""
-    dynamo = sys.modules.get("torch._dynamo")
+def is_compiled(root: nn.Module) -> bool:
+    """Whether `torch.compile` has had to do with the module or one inside it."""
+    return any(
+        module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules
+        or getattr(module, "_compiler_ctx", None) is not None  # of Lightning
+        for module in root.modules()
+    )
+
+
+def _outside_of_graphs(hooks: Hooks, function: Callable[..., None]) -> Callable[..., None]:
+    """`function`, which `torch.compile` does not trace into; itself, at no cost per call, if nothing is compiled."""
+    dynamo = sys.modules.get("torch._dynamo") if hooks.is_compiled else None
     return function if dynamo is None else cast("Callable[..., None]", dynamo.disable(function))
 
 

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_strategy.engine.bindings import Accumulated, CompiledCall, Enter, Leave, Owner, PostForward, PreForward
+from fsdp_strategy.engine.bindings import (
+    Accumulated,
+    CompiledCall,
+    Enter,
+    Leave,
+    Owner,
+    PostForward,
+    PreForward,
+    is_compiled,
+)
 from fsdp_strategy.engine.flow import UnitFlow, in_backward, tensors_in
 from fsdp_strategy.engine.order import CollectiveOrder
 from fsdp_strategy.engine.recorder import Ledger
@@ -72,6 +81,7 @@ class Hooks:
         self._backward_starts, self._end_backward = backward_starts, end_backward
         self.flows = [UnitFlow(unit, keep_between=unit.fqn in kept) for unit in units]
         self.root_flow = next((flow for flow in self.flows if flow.unit.is_root), None)
+        self.is_compiled = is_compiled(root)
         self.depth = 0  # nested hooked modules
         self.is_suspended = False  # modules are called with whole parameters that are not ours
         self.is_step = False  # a step of the caller runs, in which parameters may be used anywhere
