@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,17 +12,20 @@ from torch import Tensor
 from fsdp_strategy.engine.collectives import Collectives
 from fsdp_strategy.engine.sharded_tensor import RowShardedTensor, local_of
 
+_GRAD: Any = Tensor.grad  # the descriptor
+
 
 def local_grads(params: Iterable[Tensor], *, own_only: bool = False) -> list[Tensor]:
     """This rank's shards of the gradients that are there.
 
     `own_only` leaves replicated gradients (of 0-d parameters) to rank 0, so that all ranks together have each once.
     """
+    get = _GRAD.__get__
     with torch._C.DisableTorchFunctionSubclass():
-        grads = [param.grad for param in params if param.grad is not None]
-    if own_only:
-        grads = [grad for grad in grads if not _is_another_ranks(grad)]
-    return [local_of(grad) for grad in grads]
+        grads = [grad for param in params if (grad := get(param)) is not None]
+        if own_only:
+            grads = [grad for grad in grads if grad.dim() or not _is_another_ranks(grad)]
+        return [local_of(grad) for grad in grads]
 
 
 def _is_another_ranks(grad: Tensor) -> bool:
@@ -40,8 +44,8 @@ def global_norm(grads: Sequence[Tensor], collectives: Collectives, norm_type: fl
         norm_type: p > 0, or infinity.
     """
     dtype = torch.float32
-    for grad in grads:
-        dtype = torch.promote_types(dtype, grad.real.dtype if grad.is_complex() else grad.dtype)
+    for own in {grad.dtype for grad in grads}:
+        dtype = torch.promote_types(dtype, own.to_real() if own.is_complex else own)
     present = [grad for grad in grads if grad.numel()]
     norms = list(torch._foreach_norm(present, norm_type, dtype=dtype)) if present else []
     stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=collectives.device)

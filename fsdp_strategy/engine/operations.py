@@ -20,7 +20,7 @@ from fsdp_strategy.engine.layout import SpanLayout, copy_in_index, copy_in_runs,
 MAX_MESSAGE_NBYTES = 32 * 2**20
 
 # Sums run over blocks of this size, so that what one pass leaves is in the cache for the next.
-_BLOCK_NUMEL = 64 * 1024
+_BLOCK_NUMEL = 256 * 1024
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ elementwise and need no DTensor dispatch, which costs several times the arithmet
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from fsdp_strategy.engine.engine import FullyShardedEngine
 from fsdp_strategy.engine.sharded_tensor import ShardedTensor, local_of
 from fsdp_strategy.engine.unit import UnitParam
+
+_GRAD: Any = Tensor.grad  # the descriptor
 
 
 def _wrap(value: Any, like: ShardedTensor) -> Any:
@@ -47,6 +49,16 @@ def check_holds_shards(optimizer: Optimizer, number: int, engine: FullyShardedEn
             )
 
 
+def _take_grads(params: Sequence[Tensor], local: Sequence[nn.Parameter]) -> None:
+    """Give local parameters the gradients of the visible ones; most have them from the step before."""
+    get, put = _GRAD.__get__, _GRAD.__set__
+    for param, mine in zip(params, local, strict=True):
+        grad = get(param)
+        own = None if grad is None else local_of(grad)
+        if get(mine) is not own:
+            put(mine, own)
+
+
 class LocalStep:
     """Swaps local parameters in around `optimizer.step`, after the closure has run."""
 
@@ -57,6 +69,7 @@ class LocalStep:
         with torch.inference_mode(False), torch.no_grad():
             for param in params:
                 self._locals[param.sharded] = nn.Parameter(param.local, requires_grad=param.unsharded.requires_grad)
+        self._num_shared = 0  # parameters whose state both dictionaries have
         self._lists: list[list[Tensor]] = []  # the visible lists while swapped
         self._visible_state: Any = None
         self._local_state: defaultdict[Tensor, Any] = defaultdict(dict)
@@ -95,21 +108,25 @@ class LocalStep:
 
     def _swap_in(self) -> None:
         optimizer = self._optimizer
-        self._lists = [group["params"] for group in optimizer.param_groups]
-        for group, visible in zip(optimizer.param_groups, self._lists, strict=True):
-            if any(param not in self._locals for param in visible):
-                raise ValueError(
-                    "Expected an optimizer over parameters that were there when the strategy was set up, got a new one "
-                    f"in a group of {type(optimizer).__name__}: it is neither sharded nor the same on all ranks. Add "
-                    "it to the module in __init__, setup or configure_model."
-                )
-            local = [self._locals[param] for param in visible]
-            with torch._C.DisableTorchFunctionSubclass():
-                for mine, param in zip(local, visible, strict=True):
-                    mine.grad = None if param.grad is None else local_of(param.grad)
-            group["params"] = local
-        self._visible_state = optimizer.state
+        visible = [group["params"] for group in optimizer.param_groups]
+        local = [self._locals_of(params) for params in visible]
+        with torch._C.DisableTorchFunctionSubclass():
+            for params, mine in zip(visible, local, strict=True):
+                _take_grads(params, mine)
+        for group, mine in zip(optimizer.param_groups, local, strict=True):
+            group["params"] = mine
+        self._lists, self._visible_state = visible, optimizer.state
         optimizer.state = self._local_state
+
+    def _locals_of(self, params: Sequence[Tensor]) -> list[nn.Parameter]:
+        try:
+            return [self._locals[param] for param in params]
+        except KeyError:
+            raise ValueError(
+                "Expected an optimizer over parameters that were there when the strategy was set up, got a new one in "
+                f"a group of {type(self._optimizer).__name__}: it is neither sharded nor the same on all ranks. Add it "
+                "to the module in __init__, setup or configure_model."
+            ) from None
 
     def _swap_back(self) -> None:
         if not self._lists:
@@ -119,11 +136,13 @@ class LocalStep:
         optimizer.state = self._visible_state
         for group, visible in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = visible
-            for param in visible:
-                mine = self._locals[param]
-                mine.grad = None
-                if mine in self._local_state and param not in optimizer.state:
-                    optimizer.state[param] = self._local_state[mine]
+        if len(self._local_state) != self._num_shared:  # the optimizer has made state for parameters that had none
+            for visible in lists:
+                for param in visible:
+                    mine = self._locals[param]
+                    if mine in self._local_state and param not in optimizer.state:
+                        optimizer.state[param] = self._local_state[mine]
+            self._num_shared = len(self._local_state)
 
     def _show_sharded_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """In a state dictionary, state of a shard's shape is sharded like its parameter."""
@@ -138,6 +157,7 @@ class LocalStep:
 
     def _take_loaded_state(self, optimizer: Optimizer) -> None:
         """Keep the local part of the state, shared by the visible and the local dictionary."""
+        self._num_shared = 0
         self._local_state.clear()
         for param, values in optimizer.state.items():
             if isinstance(values, dict):
