@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from fsdp_strategy.engine.cut import ALIGN_NBYTES, ParamSpec, RowCut, align, cut_flat, shard_bounds
+from fsdp_strategy.engine.cut import ALIGN_NBYTES, ParamSpec, RowCut, align, cut_flat, cut_rows, shard_bounds
 from fsdp_strategy.engine.layout import (
     DIRECT_MIN_NBYTES,
     MessagePolicy,
@@ -364,3 +364,10 @@ def test_a_flat_span_is_reduced_as_a_whole_only_where_all_of_it_is_trainable(wor
         assert [others.shard_param_numel(i) for i in range(len(others.cuts))] == [
             layout.shard_param_numel(i) for i in range(len(SPECS) - len(others.cuts), len(SPECS))
         ]
+
+
+@every_world_size
+def test_all_ranks_at_once_own_what_each_owns(world_size: int) -> None:
+    specs = (*SPECS, _spec(()), _spec((0, 3)), ParamSpec("c", (5, 3), (3, 1), is_complex=True))
+    for cut in (*cut_rows(specs, world_size), *cut_flat(specs, FLOAT_NBYTES, world_size)):
+        assert cut.numels() == [cut.numel(rank) for rank in range(world_size)]

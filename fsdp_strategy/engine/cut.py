@@ -97,6 +97,10 @@ class Cut(ABC):
         first, last = self.bounds(rank)
         return last - first
 
+    def numels(self) -> list[int]:
+        """Real elements that every rank owns."""
+        return [self.numel(rank) for rank in range(self.shard_world_size)]
+
     def piece_of(self, full: Tensor, rank: int) -> Tensor:
         """The rank's elements of a whole tensor of the parameter's shape, 1-D in memory order."""
         first, last = self.bounds(rank)
@@ -119,6 +123,16 @@ class RowCut(Cut):
             return 0, self.spec.numel
         first, last = shard_bounds(self.spec.dim0, self.shard_world_size, rank)
         return first * self.spec.row_numel, last * self.spec.row_numel
+
+    def numels(self) -> list[int]:
+        """See `Cut`. Without a look at every rank: there may be thousands."""
+        size, spec = self.shard_world_size, self.spec
+        if self.is_replicated:
+            return [spec.numel] * size
+        chunk = max(-(-spec.dim0 // size), 1)
+        num_full, rest = divmod(spec.dim0, chunk)
+        numels = [chunk * spec.row_numel] * num_full + ([rest * spec.row_numel] if rest else [])
+        return numels + [0] * (size - len(numels))
 
     def rows(self, rank: int) -> tuple[int, int]:
         """Half-open row range that the rank owns."""

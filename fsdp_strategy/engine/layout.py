@@ -111,9 +111,8 @@ def _plan_packed(
     cuts: Sequence[Cut], packed: list[int], shard_start: int, start: int, region: int, *, policy: MessagePolicy,
     itemsize: int,
 ) -> PackedMessage:  # fmt: skip
-    world = range(cuts[0].shard_world_size)
-    numels = [sum(cuts[index].numel(rank) for index in packed) for rank in world]
-    pieces = [align(max(numels), itemsize) for _ in world] if policy.equal_pieces else numels
+    numels = [sum(per_param) for per_param in zip(*(cuts[index].numels() for index in packed), strict=True)]
+    pieces = [align(max(numels), itemsize)] * len(numels) if policy.equal_pieces else numels
     return PackedMessage(tuple(packed), tuple(numels), tuple(pieces), shard_start, start, region)
 
 
@@ -206,8 +205,7 @@ def _places(layout: SpanLayout, index: int, begins: Tensor) -> tuple[Tensor, Ten
 
     `begins`: per rank, where its shard of the parameter begins in the pieces.
     """
-    cut = layout.cuts[index]
-    numels = torch.tensor([cut.numel(rank) for rank in range(layout.shard_world_size)])
+    numels = torch.tensor(layout.cuts[index].numels())
     owners = torch.repeat_interleave(torch.arange(layout.shard_world_size), numels)
     firsts = torch.cumsum(numels, 0) - numels
     return owners, torch.arange(owners.numel()) - firsts[owners] + begins[owners]
