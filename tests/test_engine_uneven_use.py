@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_strategy.engine import LocalStep
 from tests.engine_cases import (
     WIDTH,
     Batch,
@@ -186,3 +187,37 @@ def test_ranks_may_have_different_numbers_of_iterations(ranks: RankPool, num_bat
         assert all(torch.equal(value, like) for value, like in zip(seen, expected, strict=False))
         assert num_gathers == num_units * max(num_batches), "every rank takes part in every gather"
         assert nbytes_left == 0
+
+
+def _stale_gathers() -> int:
+    """How often a forward without backward saw weights that another rank has updated right after it."""
+    model = seeded(small_net)
+    engine = shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    LocalStep(optimizer, engine.params)
+    x, wrong = batches(1)[0][0], 0
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.0)
+    for step in range(40):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, -1.0)
+        out = model(x)  # gradients are on, and no backward follows
+        wrong += int(not torch.equal(out.detach(), _out_of(step, x)))
+        optimizer.step()
+    engine.abandon()
+    return wrong
+
+
+def _out_of(value: float, x: Tensor) -> Tensor:
+    """What the net gives when all its parameters have one value."""
+    plain = small_net()
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.fill_(value)
+        return plain(x)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_update_waits_for_what_is_still_sent_from_the_shards(ranks: RankPool, world_size: int) -> None:
+    assert ranks.run(_stale_gathers, world_size) == [0] * world_size

@@ -45,6 +45,12 @@ class Owner:
         _, flow, _ = self._find()
         flow.unit.wait_sent()
 
+    def before_update(self) -> None:
+        """See `ParamOwner`."""
+        hooks = self.hooks()
+        if hooks is not None:
+            hooks.before_update()
+
     def leaf(self) -> Tensor:
         """See `ParamOwner`."""
         _, _, param = self._find()

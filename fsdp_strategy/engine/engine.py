@@ -134,7 +134,7 @@ class FullyShardedEngine:
         self._hooks = Hooks(
             module, self.units, self._order, self._ledger, find_kept(plans, self.config.reshard_after_forward),
             begin=self._begin_if_none, forward_done=self._forward_done, backward_starts=self._backward_starts,
-            end_backward=self._end_backward,
+            end_backward=self._end_backward, settle=self._settle,
         )  # fmt: skip
         self._checkpointed = [CheckpointedForward(child) for child in checkpointed]
         self._live.add(self)
@@ -326,6 +326,13 @@ class FullyShardedEngine:
     def _free_gathered(self) -> None:
         self._gathered_for = None
         self._reshard_all()
+
+    def _settle(self) -> None:
+        self._free_gathered()
+        if self._is_implicit:
+            self.end()
+        elif self._iteration is not None:
+            self._order.close_round()
 
     def _reshard_all(self, *, keep_root: bool = False) -> None:
         for flow in self._hooks.flows:

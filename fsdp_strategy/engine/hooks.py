@@ -61,7 +61,7 @@ class Hooks:
     def __init__(
         self, root: nn.Module, units: Sequence[Unit], order: CollectiveOrder, ledger: Ledger, kept: set[str], *,
         begin: Callable[..., None], forward_done: Callable[[], None], backward_starts: Callable[[], None],
-        end_backward: Callable[[], None],
+        end_backward: Callable[[], None], settle: Callable[[], None],
     ) -> None:  # fmt: skip
         """Bind the hooks; the callbacks belong to the engine.
 
@@ -75,10 +75,11 @@ class Hooks:
             forward_done: the outermost hooked module has returned and autograd has not recorded it.
             backward_starts: the outermost backward has reached its first unit.
             end_backward: the outermost backward has ended.
+            settle: parameters will change while units are unsharded or arriving, after a forward without backward.
         """
         self.order, self._ledger = order, ledger
         self._begin, self._forward_done = begin, forward_done
-        self._backward_starts, self._end_backward = backward_starts, end_backward
+        self._backward_starts, self._end_backward, self._settle = backward_starts, end_backward, settle
         self.flows = [UnitFlow(unit, keep_between=unit.fqn in kept) for unit in units]
         self.root_flow = next((flow for flow in self.flows if flow.unit.is_root), None)
         self.is_compiled = is_compiled(root)
@@ -153,6 +154,13 @@ class Hooks:
         flow.unit.sync_requires_grad()
         full = param.unsharded if flow.unit.is_root else param.unsharded.clone()
         return full.to(param.local.dtype)
+
+    def before_update(self) -> None:
+        """Leave nothing that was gathered, and nothing on its way from the shards: they are about to change."""
+        if any(flow.unit.state is not UnitState.SHARDED for flow in self.flows):
+            self._settle()
+        for flow in self.flows:
+            flow.unit.wait_sent()
 
     def free_accessed(self) -> None:
         """Free the unit that was gathered for an access, if it is not computing by now."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_strategy.engine.engine import FullyShardedEngine
-from fsdp_strategy.engine.sharded_tensor import ShardedTensor, local_of
+from fsdp_strategy.engine.sharded_tensor import ParamOwner, ShardedTensor, local_of, owner_of
 from fsdp_strategy.engine.unit import UnitParam
 
 _GRAD: Any = Tensor.grad  # the descriptor
@@ -66,9 +66,11 @@ class LocalStep:
         """Attach to an optimizer over sharded parameters."""
         self._optimizer = optimizer
         self._locals: dict[Tensor, nn.Parameter] = {}
+        self._owner: ParamOwner | None = None  # of any parameter: they share one engine
         with torch.inference_mode(False), torch.no_grad():
             for param in params:
                 self._locals[param.sharded] = nn.Parameter(param.local, requires_grad=param.unsharded.requires_grad)
+                self._owner = owner_of(param.sharded)
         self._num_shared = 0  # parameters whose state both dictionaries have
         self._lists: list[list[Tensor]] = []  # the visible lists while swapped
         self._visible_state: Any = None
@@ -108,6 +110,8 @@ class LocalStep:
 
     def _swap_in(self) -> None:
         optimizer = self._optimizer
+        if self._owner is not None:
+            self._owner.before_update()
         visible = [group["params"] for group in optimizer.param_groups]
         local = [self._locals_of(params) for params in visible]
         with torch._C.DisableTorchFunctionSubclass():

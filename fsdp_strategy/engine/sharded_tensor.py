@@ -19,33 +19,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fsdp_strategy.engine.cut import RowCut, shard_bounds
+from fsdp_strategy.engine.operation_names import ALIASES, NEEDS_A_ROW, RANDOM, asks_only, name_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _GRAD: Any = Tensor.grad  # the descriptor
-
-# Asks only about the tensor itself, or hands it on.
-_METADATA = frozenset({
-    "__deepcopy__", "__format__", "__hash__", "__len__", "__reduce_ex__", "__repr__", "_is_view", "backward",
-    "data_ptr", "dim", "element_size", "full_tensor", "get_device", "has_names", "is_complex", "is_contiguous",
-    "is_floating_point", "is_inference", "is_leaf", "is_pinned", "is_same_size", "is_set_to", "ndimension", "nelement",
-    "numel",
-    "redistribute", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
-    "storage_offset", "stride", "to_local", "type", "untyped_storage", "_has_compatible_shallow_copy_type",
-})  # fmt: skip
-# Same values, other tensor: still the parameter's.
-_ALIASES = frozenset({"detach", "data"})
-_COMPUTED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-# An error on a rank without rows, and only there.
-_NEEDS_A_ROW = frozenset({
-    "_foreach_norm", "amax", "amin", "aminmax", "argmax", "argmin", "kthvalue", "linalg_norm", "linalg_vector_norm",
-    "max", "median", "min", "mode", "nanmedian", "norm", "quantile", "topk",
-})  # fmt: skip
-# In place and random: filled whole, so that equal generators give equal weights at every number of ranks.
-_RANDOM = frozenset({
-    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_",
-})  # fmt: skip
 
 
 class ParamOwner(Protocol):
@@ -57,8 +36,13 @@ class ParamOwner(Protocol):
     def gather(self) -> Tensor:
         """The whole parameter, recorded by autograd where gradients are on. Collective."""
 
+    unit_index: int
+
     def before_write(self) -> None:
-        """This rank's shard is about to be overwritten."""
+        """This rank's shard is about to be overwritten: wait until what is sent from it has left."""
+
+    def before_update(self) -> None:
+        """All shards are about to be overwritten: nothing gathered from them is up to date any more."""
 
     def leaf(self) -> Tensor:
         """What autograd knows of the parameter: gradients of the whole arrive there."""
@@ -138,31 +122,33 @@ class ShardedTensor(Tensor):
     ) -> Any:
         """Run an operation on sharded tensors."""
         kwargs = kwargs or {}
-        name = _name_of(func)
+        name = name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") == "__set__" and _set(name, *args):
                 return None
             if func is torch.autograd.grad:
                 return _grads(*args, **kwargs)
-            if name == "register_hook" and (owner := _owner_of(args[0])) is not None:
+            if name == "register_hook" and (owner := owner_of(args[0])) is not None:
                 return func(owner.leaf(), *args[1:], **kwargs)
-            if name in _ALIASES:
+            if name in ALIASES:
                 return _alias(func(*args, **kwargs), args[0])
             if name.startswith("_foreach_") and name.endswith("_") and _match_by_row(args):
-                return func(*_local_lists(args), **kwargs)
-            if _asks_only(func, name):
+                return _run_lists_in_place(func, args, kwargs)
+            if asks_only(func, name):
                 return func(*args, **kwargs)
             sharded = list(_sharded_in((args, kwargs)))
             target = args[0] if args else next(iter(kwargs.values()), None)  # `torch.nn.init` passes it by name
             is_in_place = name.endswith("_") and not name.endswith("__") and any(target is s for s in sharded)
-            is_filled = name in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
+            is_filled = name in RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
             if isinstance(kwargs.get("out"), ShardedTensor):
                 target, is_in_place, is_filled = kwargs["out"], True, True
-            is_step = any(owner is not None and owner.is_computing() for owner in map(_owner_of, sharded))
+            is_step = any(owner is not None and owner.is_computing() for owner in map(owner_of, sharded))
             if is_in_place and (is_step or is_filled or _has_plain((args, kwargs))):
                 assert isinstance(target, ShardedTensor)
                 return _run_in_place(func, target, args, kwargs)
-            is_undefined = name in _NEEDS_A_ROW and any(tensor.lacks_elements() for tensor in sharded)
+            if is_in_place and (owner := owner_of(sharded[0])) is not None:
+                owner.before_write()
+            is_undefined = name in NEEDS_A_ROW and any(tensor.lacks_elements() for tensor in sharded)
             is_recorded = not name.endswith("_like") and any(map(_needs_the_whole, sharded))
             if is_step or is_undefined or is_recorded or _has_plain((args, kwargs)):
                 args, kwargs = tree_map(_whole, (args, kwargs))
@@ -249,17 +235,8 @@ def _watch(tensor: DTensor) -> RowShardedTensor:
     return cast("RowShardedTensor", tensor)
 
 
-def _name_of(func: Callable[..., Any]) -> str:
-    name = getattr(func, "__name__", "")
-    return func.__self__.__name__ if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
-
-
-def _asks_only(func: Callable[..., Any], name: str) -> bool:
-    is_property = getattr(func, "__name__", "") in ("__get__", "__set__") and name not in _COMPUTED_PROPERTIES
-    return is_property or name in _METADATA or (name.startswith("_foreach_") and name not in _NEEDS_A_ROW)
-
-
-def _owner_of(tensor: Tensor) -> ParamOwner | None:
+def owner_of(tensor: Tensor) -> ParamOwner | None:
+    """What a parameter, or an alias of it, asks about its engine."""
     return tensor.__dict__.get("_owner")
 
 
@@ -293,6 +270,22 @@ def _local_lists(lists: Sequence[Any]) -> list[Any]:
     ]
 
 
+def _run_lists_in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """On the shards outside of a step; inside, what computes must see the new values too."""
+    owners = [owner for tensor in _sharded_in(args[0]) if (owner := owner_of(tensor)) is not None]
+    if not any(owner.is_computing() for owner in owners):
+        for owner in {owner.unit_index: owner for owner in owners}.values():
+            owner.before_write()
+        return func(*_local_lists(args), **kwargs)
+    wholes = tree_map(lambda value: _whole(value).detach() if isinstance(value, ShardedTensor) else value, list(args))
+    func(*wholes, **kwargs)
+    with torch.no_grad():
+        for target, full in zip(args[0], wholes[0], strict=True):
+            if isinstance(target, ShardedTensor):
+                _keep(target, full)
+    return None
+
+
 def _needs_the_whole(tensor: ShardedTensor) -> bool:
     """Whether autograd is to record an operation that only a `DTensor` can record over shards."""
     return torch.is_grad_enabled() and tensor.requires_grad and not isinstance(tensor, DTensor)
@@ -303,7 +296,7 @@ def _alias(result: Any, source: Tensor) -> Any:
     if isinstance(result, DTensor) and not isinstance(result, ShardedTensor):
         _watch(result)
     if isinstance(result, ShardedTensor):
-        result.__dict__["_owner"] = _owner_of(source)
+        result.__dict__["_owner"] = owner_of(source)
     return result
 
 
@@ -311,7 +304,7 @@ def _grads(outputs: Any, inputs: Sequence[Tensor], **kwargs: Any) -> Sequence[Te
     owners = {
         position: owner
         for position, tensor in enumerate(inputs)
-        if isinstance(tensor, ShardedTensor) and (owner := _owner_of(tensor)) is not None
+        if isinstance(tensor, ShardedTensor) and (owner := owner_of(tensor)) is not None
     }
     if not owners:
         return torch.autograd.grad(outputs, inputs, **kwargs)
@@ -342,7 +335,7 @@ def _set_data(target: ShardedTensor, value: Tensor) -> None:
             f"{tuple(value.shape)} and {value.dtype}. Convert the module before the Trainer sets the strategy up."
         )
     if isinstance(value, ShardedTensor):
-        if (owner := _owner_of(target)) is not None:
+        if (owner := owner_of(target)) is not None:
             owner.before_write()
         target._local_tensor.copy_(value._local_tensor)
     else:
@@ -352,7 +345,7 @@ def _set_data(target: ShardedTensor, value: Tensor) -> None:
 def _whole(value: Any) -> Any:
     if not isinstance(value, ShardedTensor):
         return value
-    owner = _owner_of(value)
+    owner = owner_of(value)
     if owner is None or not owner.is_computing():
         return value.full_tensor()
     full = owner.gather()
@@ -370,7 +363,7 @@ def _finish(value: Any) -> Any:
 
 def _run_in_place(func: Callable[..., Any], target: ShardedTensor, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run on the whole of the target and keep this rank's share."""
-    if _name_of(func) == "copy_" and _is_whole(args[1], target):
+    if name_of(func) == "copy_" and _is_whole(args[1], target):
         with torch.no_grad():
             return _keep(target, args[1])
     full = _whole(target).detach()
@@ -385,7 +378,7 @@ def _is_whole(value: Any, target: ShardedTensor) -> bool:
 
 
 def _keep(target: ShardedTensor, full: Tensor) -> ShardedTensor:
-    owner = _owner_of(target)
+    owner = owner_of(target)
     if owner is not None:
         owner.before_write()
     target.keep(full)
