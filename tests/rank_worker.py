@@ -182,6 +182,7 @@ def _clean_up(environment: Mapping[str, str]) -> bytes:
     try:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # engines are cycles, and each holds groups whose threads live as long
         os.environ.clear()
         os.environ.update(environment)
         return pack(("returned", None))
