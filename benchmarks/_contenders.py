@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from _models import Batch, Blocks, Work, loss_of
 from _trainees import OURS as LAYOUTS
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from fsdp_strategy import FullyShardedStrategy
+from fsdp_strategy.ranks import JoinedRanks
 
 _OPTIONS = signature(FullyShardedStrategy).parameters
 
@@ -39,44 +39,6 @@ LOW_WIRE: dict[str, dict[str, str]] = {
     if "reduce_wire" in _OPTIONS
 }
 CONTENDERS = (*OURS, *LOW_WIRE, "fully_shard", "ddp", "limit")
-
-
-class JoinedRanks(ClusterEnvironment):
-    """Tells a Trainer about ranks that are in a process group already: nothing is started, nobody meets again."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        raise AssertionError("The ranks have met already.")
-
-    @property
-    def main_port(self) -> int:
-        raise AssertionError("The ranks have met already.")
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
-
-    def node_rank(self) -> int:
-        return 0
 
 
 class Transformer(L.LightningModule):

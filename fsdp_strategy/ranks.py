@@ -21,6 +21,52 @@ from fsdp_strategy.launcher import ShardedMultiProcessingLauncher
 StartMethod = Literal["popen", "spawn", "fork"]
 
 
+class JoinedRanks(ClusterEnvironment):
+    """Tells a Trainer about ranks that are in a process group already: nothing is started, and nobody meets again."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """They are there."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Nobody may ask."""
+        raise AssertionError("The ranks have met already.")
+
+    @property
+    def main_port(self) -> int:
+        """Nobody may ask."""
+        raise AssertionError("The ranks have met already.")
+
+    @staticmethod
+    def detect() -> bool:
+        """Only where it is asked for."""
+        return False
+
+    def world_size(self) -> int:
+        """Of the default process group."""
+        return dist.get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        """The process group knows it."""
+
+    def global_rank(self) -> int:
+        """In the default process group."""
+        return dist.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """The process group knows it."""
+
+    def local_rank(self) -> int:
+        """All ranks are on one machine."""
+        return dist.get_rank()
+
+    def node_rank(self) -> int:
+        """All ranks are on one machine."""
+        return 0
+
+
 class RankedStrategy(ParallelStrategy):
     """A strategy with one process per device."""
 

@@ -4,50 +4,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
 
 from fsdp_strategy import FullyShardedStrategy
+from fsdp_strategy.ranks import JoinedRanks
 from tests import layouts
-
-
-class PooledRanks(ClusterEnvironment):
-    """Reads the ranks off `torch.distributed`, which the pool has initialised."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        raise AssertionError("The ranks have met already.")
-
-    @property
-    def main_port(self) -> int:
-        raise AssertionError("The ranks have met already.")
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
-
-    def node_rank(self) -> int:
-        return 0
 
 
 def make_strategy(name: str = "ours", **kwargs: Any) -> Strategy:
@@ -55,8 +17,8 @@ def make_strategy(name: str = "ours", **kwargs: Any) -> Strategy:
     if name == "single":
         return SingleDeviceStrategy("cpu", **kwargs)
     if name == "ours":
-        return FullyShardedStrategy(**{"layout": layouts.current(), "cluster_environment": PooledRanks(), **kwargs})
-    return DDPStrategy(cluster_environment=PooledRanks(), **kwargs)
+        return FullyShardedStrategy(**{"layout": layouts.current(), "cluster_environment": JoinedRanks(), **kwargs})
+    return DDPStrategy(cluster_environment=JoinedRanks(), **kwargs)
 
 
 def make_trainer(strategy: str | Strategy = "ours", **kwargs: Any) -> pl.Trainer:

@@ -13,9 +13,10 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from fsdp_strategy.engine.sharded_tensor import ShardedTensor
+from fsdp_strategy.ranks import JoinedRanks
 from tests.layouts import both_layouts
 from tests.models import Batch, Tiny, TinyWithStages, dealt_loader, loader, seeded
-from tests.pooled_trainer import PooledRanks, make_trainer, weights
+from tests.pooled_trainer import make_trainer, weights
 from tests.rank_pool import RankPool
 
 pytestmark = both_layouts
@@ -120,7 +121,7 @@ CASES = {
 
 def _fit(strategy: str | Strategy, case: Case, batch_size: int) -> Run:
     if strategy == "ddp":
-        strategy = DDPStrategy(cluster_environment=PooledRanks(), find_unused_parameters=case.finds_unused)
+        strategy = DDPStrategy(cluster_environment=JoinedRanks(), find_unused_parameters=case.finds_unused)
     model = seeded(case.cls, **case.model)
     trainer = make_trainer(strategy, **case.trainer)
     trainer.fit(model, dealt_loader(NUM_SAMPLES, batch_size))
