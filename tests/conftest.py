@@ -46,10 +46,8 @@ def ranks(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(params=LAYOUTS)
 def layout(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test in each layout; see `tests.layouts`."""
-    before = layouts.current()
-    layouts.choose(request.param)
-    yield request.param
-    layouts.choose(before)
+    with layouts.using(request.param):
+        yield request.param
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,8 @@ A test module that says `pytestmark = both_layouts` runs once in each; `engine_c
 `pooled_trainer.make_strategy` build what the running test asks for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import pytest
@@ -22,13 +23,23 @@ def current() -> str:
     return _current
 
 
-def choose(layout: str) -> None:
-    """From here on, tests run in this layout."""
+def other() -> str:
+    """The layout that the running test is not in."""
+    return "flat" if _current == "per_parameter" else "per_parameter"
+
+
+@contextmanager
+def using(layout: str) -> Iterator[None]:
+    """Inside the block, tests run in this layout."""
     global _current  # noqa: PLW0603 - one test runs at a time
-    _current = layout
+    before, _current = _current, layout
+    try:
+        yield
+    finally:
+        _current = before
 
 
 def call(layout: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function on a rank, in a layout."""
-    choose(layout)
-    return function(*args, **kwargs)
+    with using(layout):
+        return function(*args, **kwargs)

@@ -121,13 +121,9 @@ def test_both_layouts_give_the_same_bits(ranks: RankPool, world_size: int, optim
 def _in_the_other_layout(
     ranks: RankPool, world_size: int, optimizer: str
 ) -> tuple[dict[str, Tensor], list[list[float]]]:
-    here = layouts.current()
-    layouts.choose("flat" if here == "per_parameter" else "per_parameter")
-    try:
+    with layouts.using(layouts.other()):
         results = ranks.run(_train_sharded, world_size, optimizer)
         return join_params(results, _reference(optimizer)), [result.losses for result in results]
-    finally:
-        layouts.choose(here)
 
 
 @every_optimizer

@@ -113,12 +113,9 @@ def test_resuming_on_as_many_ranks_is_exact(ranks: RankPool, saved: Callable[[Wh
 def test_resuming_in_the_other_layout_is_exact(
     ranks: RankPool, saved: Callable[[Where], Path], world_size: int
 ) -> None:
-    path, here = saved(("ours", world_size)), layouts.current()
-    layouts.choose("flat" if here == "per_parameter" else "per_parameter")
-    try:
+    path = saved(("ours", world_size))
+    with layouts.using(layouts.other()):
         resumed = ranks.run(_fit, world_size, "ours", world_size, max_epochs=2, resume=path)
-    finally:
-        layouts.choose(here)
     whole = ranks.run(_fit, world_size, "ours", world_size, max_epochs=2)
     _assert_equal(resumed[0][1], whole[0][1])
     assert [losses for losses, _ in resumed] == [losses[NUM_STEPS:] for losses, _ in whole]

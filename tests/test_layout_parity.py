@@ -35,11 +35,8 @@ def _fit(*, fused: bool, options: dict[str, Any]) -> tuple[list[float], dict[str
 def _in_both(ranks: RankPool, world_size: int, fused: bool, options: dict[str, Any]) -> list[Any]:
     results = []
     for layout in ("per_parameter", "flat"):
-        layouts.choose(layout)
-        try:
+        with layouts.using(layout):
             results.append(ranks.run(_fit, world_size, fused=fused, options=options))
-        finally:
-            layouts.choose("per_parameter")
     return results
 
 
