@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from fsdp_strategy.engine.flow import UnitFlow, in_backward
+from fsdp_strategy.engine.flow import UnitFlow
 from fsdp_strategy.engine.unit import UnitParam, UnitState
 
 if TYPE_CHECKING:
@@ -76,78 +76,45 @@ class Owner:
 class _ModuleHook:
     """A copied module is plain and on its own: its copies of our hooks do nothing."""
 
-    __slots__ = ("hooks", "is_outside")
+    __slots__ = ("hooks", "is_outside", "run")
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: Hooks, run: Callable[..., None]) -> None:
+        """`run` is called with what torch passes on, without the module."""
         self.hooks = hooks
         self.is_outside = False  # a `CompiledCall` runs it, so that it is no part of the module's graph
+        self.run = _outside_of_graphs(hooks, run)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _do_nothing
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        """Called by torch."""
+        if not self.is_outside and not self.hooks.is_suspended:
+            self.run(*args)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """A hook."""
 
 
-class Enter(_ModuleHook):
-    """Before a module that holds units."""
+class ModuleHooks:
+    """The two hooks of a module, around its call."""
 
-    __slots__ = ("run",)
+    def __init__(
+        self, hooks: Hooks, module: nn.Module, before: Callable[[Any, Any], None], after: Callable[[Any, Any], None]
+    ) -> None:
+        """Bind `before`, which gets arguments and keyword arguments, and `after`, which gets arguments and output."""
+        pre, post = _ModuleHook(hooks, before), _ModuleHook(hooks, after)
+        self._removables: list[Any] = [
+            module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True),
+            module.register_forward_hook(post),
+            *([CompiledCall(module, pre, post)] if module._compiled_call_impl is not None else []),
+        ]
 
-    def __init__(self, hooks: Hooks) -> None:
-        super().__init__(hooks)
-        self.run = _outside_of_graphs(hooks, hooks.enter)
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Called by torch."""
-        if not self.is_outside and not self.hooks.is_suspended and not in_backward():
-            self.run()
-
-
-class Leave(_ModuleHook):
-    """After a module that holds units."""
-
-    __slots__ = ("run",)
-
-    def __init__(self, hooks: Hooks) -> None:
-        super().__init__(hooks)
-        self.run = _outside_of_graphs(hooks, hooks.leave_with)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Called by torch."""
-        if not self.is_outside and not self.hooks.is_suspended and not in_backward():
-            self.run(output)
-
-
-class PreForward(_ModuleHook):
-    """Before a module that reads parameters of a unit."""
-
-    __slots__ = ("flow", "run")
-
-    def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
-        super().__init__(hooks)
-        self.flow, self.run = flow, _outside_of_graphs(hooks, hooks.pre_forward)
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Called by torch."""
-        if not self.is_outside and not self.hooks.is_suspended:
-            self.run(self.flow, args, kwargs)
-
-
-class PostForward(_ModuleHook):
-    """After a module that reads parameters of a unit."""
-
-    __slots__ = ("flow", "run")
-
-    def __init__(self, hooks: Hooks, flow: UnitFlow) -> None:
-        super().__init__(hooks)
-        self.flow, self.run = flow, _outside_of_graphs(hooks, hooks.post_forward)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Called by torch."""
-        if not self.is_outside and not self.hooks.is_suspended:
-            self.run(self.flow, output)
+    def remove(self) -> None:
+        """Take them off."""
+        for removable in self._removables:
+            removable.remove()
 
 
 def is_compiled(root: nn.Module) -> bool:
@@ -177,13 +144,13 @@ class CompiledCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Called by torch in place of the module's hooks and forward."""
-        self._before(self._module, args, kwargs)  # type: ignore[operator]
+        self._before(self._module, args, kwargs)
         self._before.is_outside = self._after.is_outside = True
         try:
             output = self._compiled(*args, **kwargs)
         finally:
             self._before.is_outside = self._after.is_outside = False
-        self._after(self._module, args, output)  # type: ignore[operator]
+        self._after(self._module, args, output)
         return output
 
     def remove(self) -> None:

@@ -52,6 +52,11 @@ class OneWayGroups:
         return dist.irecv(tensor, group=group, group_src=peer, tag=tag)
 
 
+def _take_tags(tags: Iterator[int], numels: Sequence[int], itemsize: int) -> list[int]:
+    """A tag for every chunk of the longest piece: all ranks take the same ones. `numels`: per rank."""
+    return [next(tags) for _ in chunks(max(numels), itemsize)]
+
+
 class GlooGather(GatherOp):
     """Point-to-point sends from the shard and receives into place."""
 
@@ -62,12 +67,12 @@ class GlooGather(GatherOp):
         self._receives: list[tuple[Tensor, int, int]] = []
         self._sends: list[tuple[int, int, int]] = []  # start and numel in the shard, tag
         for m in layout.direct:
-            for number, tag in zip(range(len(chunks(max(m.numels), itemsize))), tags, strict=False):
-                for peer in self._peers:
-                    for start, numel in chunks(m.numels[peer], itemsize)[number : number + 1]:
-                        self._receives.append((unsharded.narrow(0, m.starts[peer] + start, numel), peer, tag))
-                for start, numel in chunks(m.numels[rank], itemsize)[number : number + 1]:
-                    self._sends.append((m.shard_start + start, numel, tag))
+            own_tags = _take_tags(tags, m.numels, itemsize)
+            for peer in self._peers:
+                for (start, numel), tag in zip(chunks(m.numels[peer], itemsize), own_tags, strict=False):
+                    self._receives.append((unsharded.narrow(0, m.starts[peer] + start, numel), peer, tag))
+            for (start, numel), tag in zip(chunks(m.numels[rank], itemsize), own_tags, strict=False):
+                self._sends.append((m.shard_start + start, numel, tag))
         self._packed_tag = next(tags)
         packed = layout.packed.piece_numels[rank] if layout.packed else 0
         self.num_messages = len(self._peers) * (len(self._sends) + (packed > 0))
@@ -115,7 +120,7 @@ class GlooReduce(ReduceOp):
         numels = [m.numels for m in layout.direct]
         numels += [layout.packed.piece_numels] if layout.packed else []
         itemsize = self.wire_dtype.itemsize
-        self._tags = [[next(tags) for _ in chunks(max(per_rank), itemsize)] for per_rank in numels]
+        self._tags = [_take_tags(tags, per_rank, itemsize) for per_rank in numels]
         for peer in self._peers:
             self.sent_numel += sum(per_rank[peer] for per_rank in numels)
             self.num_messages += sum(len(chunks(per_rank[peer], itemsize)) for per_rank in numels)

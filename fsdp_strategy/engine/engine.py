@@ -32,7 +32,7 @@ from fsdp_strategy.engine.recorder import Ledger, Recorder
 from fsdp_strategy.engine.reduction import Reducer, ReduceWire
 from fsdp_strategy.engine.unit import Unit, UnitParam, UnitState, shard_unit
 from fsdp_strategy.engine.unit_cap import fit_to_cap
-from fsdp_strategy.engine.units import UnitPlan, UnitPolicy, divide, find_kept, find_units, select_units
+from fsdp_strategy.engine.units import UnitPlan, UnitPolicy, divide, find_kept, select_units
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
@@ -109,7 +109,7 @@ class FullyShardedEngine:
         self.config = config or EngineConfig()
         self.module, self.mesh = module, mesh
         collectives = mesh.collectives
-        plans, checkpointed = run_on_all_or_none(collectives, self._plan, f"cannot shard {type(module).__name__}")
+        plans, checkpointed, kept = run_on_all_or_none(collectives, self._plan, f"cannot shard {type(module).__name__}")
         check_equal_models(collectives, plans)
         self._ledger = Ledger()
         self._replaced_params: dict[int, tuple[str, Tensor]] = {
@@ -132,26 +132,28 @@ class FullyShardedEngine:
         self._is_implicit = False
         self._gathered_for: str | None = None  # the kind of iteration whose micro-batches have left units unsharded
         self._hooks = Hooks(
-            module, self.units, self._order, self._ledger, find_kept(plans, self.config.reshard_after_forward),
+            module, self.units, self._order, self._ledger, kept,
             begin=self._begin_if_none, forward_done=self._forward_done, backward_starts=self._backward_starts,
             end_backward=self._end_backward, settle=self._settle,
         )  # fmt: skip
         self._checkpointed = [CheckpointedForward(child) for child in checkpointed]
         self._live.add(self)
 
-    def _plan(self) -> tuple[list[UnitPlan], list[nn.Module]]:
+    def _plan(self) -> tuple[list[UnitPlan], list[nn.Module], set[str]]:
+        """The units, the modules to checkpoint, and the fqns of the units that stay until backward."""
         check_not_lazy(self.module)
         check_initialisable(self.module)
         config = self.config
-        plans = find_units(self.module, config.units)
-        if config.unit_cap_mib is not None:
-            selected = select_units(self.module, config.units)
-            plans = fit_to_cap(selected, config.unit_cap_mib * 2**20, functools.partial(divide, self.module))
-        find_kept(plans, config.reshard_after_forward)
+        selected, divide_module = select_units(self.module, config.units), functools.partial(divide, self.module)
+        if config.unit_cap_mib is None:
+            plans = divide_module(selected)
+        else:
+            plans = fit_to_cap(selected, config.unit_cap_mib * 2**20, divide_module)
         check_params(plans)
         if not plans:
             raise ValueError(f"Expected a module with parameters, got {type(self.module).__name__} without any.")
-        return plans, find_checkpointed(self.module, config.activation_checkpointing, plans)
+        checkpointed = find_checkpointed(self.module, config.activation_checkpointing, plans)
+        return plans, checkpointed, find_kept(plans, config.reshard_after_forward)
 
     @torch.no_grad()
     def _share_buffers(self) -> None:
@@ -252,11 +254,8 @@ class FullyShardedEngine:
 
         Costs as many bytes as the model has gradients in `reduce_dtype`, and saves the reductions.
         """
-        self._order.reduces = False
-        try:
+        with self._order.reducing(False):
             yield
-        finally:
-            self._order.reduces = True
 
     @property
     def has_accumulated(self) -> bool:
@@ -318,6 +317,7 @@ class FullyShardedEngine:
         self._gathered_for = self._hooks.keep_all
         if self._gathered_for is None:
             self._reshard_all()
+            return
         for flow in self._hooks.flows:
             if flow.unit.is_shown:
                 flow.unit.hide()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_strategy.engine.collectives import Collectives
-from fsdp_strategy.engine.sharded_tensor import RowShardedTensor, local_of
-
-_GRAD: Any = Tensor.grad  # the descriptor
+from fsdp_strategy.engine.sharded_tensor import GRAD, RowShardedTensor, local_of
 
 
 def local_grads(params: Iterable[Tensor], *, own_only: bool = False) -> list[Tensor]:
@@ -20,7 +17,7 @@ def local_grads(params: Iterable[Tensor], *, own_only: bool = False) -> list[Ten
 
     `own_only` leaves replicated gradients (of 0-d parameters) to rank 0, so that all ranks together have each once.
     """
-    get = _GRAD.__get__
+    get = GRAD.__get__
     with torch._C.DisableTorchFunctionSubclass():
         grads = [grad for param in params if (grad := get(param)) is not None]
         if own_only:

@@ -11,22 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from fsdp_strategy.engine.bindings import (
-    Accumulated,
-    CompiledCall,
-    Enter,
-    Leave,
-    Owner,
-    PostForward,
-    PreForward,
-    is_compiled,
-)
+from fsdp_strategy.engine.bindings import Accumulated, ModuleHooks, Owner, is_compiled
 from fsdp_strategy.engine.flow import UnitFlow, in_backward, tensors_in
 from fsdp_strategy.engine.order import CollectiveOrder
 from fsdp_strategy.engine.recorder import Ledger
@@ -92,26 +83,21 @@ class Hooks:
         self._creates_graph = False
         self._is_end_queued = False
         self._warned: set[str] = set()
-        self._handles: list[RemovableHandle | CompiledCall] = []
+        self._bound: list[ModuleHooks] = []
         bound: set[nn.Module] = set()
         for flow in self.flows:
             bound |= self._bind(flow)
         for module in root.modules():
             if module not in bound and (module is root or any(child in bound for child in module.modules())):
-                self._register(module, Enter(self), Leave(self))
-
-    def _register(self, module: nn.Module, before: Any, after: Any) -> None:
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after))
-        if module._compiled_call_impl is not None:
-            self._handles.append(CompiledCall(module, before, after))
+                self._bound.append(ModuleHooks(self, module, self.enter_with, self.leave_with))
 
     def _bind(self, flow: UnitFlow) -> set[nn.Module]:
         readers = {flow.unit.module}
         if flow.unit.is_root:  # its parameters are read by modules all over the tree, which may be called directly
             readers |= {module for param in flow.unit.params for module, _ in param.sites}
         for module in readers:
-            self._register(module, PreForward(self, flow), PostForward(self, flow))
+            before, after = partial(self.pre_forward, flow), partial(self.post_forward, flow)
+            self._bound.append(ModuleHooks(self, module, before, after))
         for position, param in enumerate(flow.unit.params):
             param.sharded.__dict__["_owner"] = Owner(self, flow.unit.index, position)
         for param in flow.unit.params:
@@ -178,9 +164,15 @@ class Hooks:
             if not needs_backward:
                 self._forward_done()
 
-    def leave_with(self, output: Any) -> None:
-        """A module that holds units has returned `output`."""
-        self.leave(any(tensor.grad_fn is not None for tensor in tensors_in(output)))
+    def enter_with(self, args: Any, kwargs: Any) -> None:
+        """A module that holds units is called, if not for a recomputation."""
+        if not in_backward():
+            self.enter()
+
+    def leave_with(self, args: Any, output: Any) -> None:
+        """A module that holds units has returned `output`, if not from a recomputation."""
+        if not in_backward():
+            self.leave(any(tensor.grad_fn is not None for tensor in tensors_in(output)))
 
     def pre_forward(self, flow: UnitFlow, args: Any, kwargs: Any) -> None:
         """Gather the unit if it is not there, and watch its inputs for the end of its backward."""
@@ -218,7 +210,7 @@ class Hooks:
             if flow.is_reduced and not flow.num_calls and not flow.keep and flow.unit.state is UnitState.UNSHARDED:
                 flow.unit.reshard()
 
-    def post_forward(self, flow: UnitFlow, output: Any) -> None:
+    def post_forward(self, flow: UnitFlow, args: Any, output: Any) -> None:
         """Watch the outputs for the start of the unit's backward, and free the unit."""
         if in_backward():  # a recomputation: the backward that asked for it needs the unit at once
             return
@@ -343,7 +335,7 @@ class Hooks:
                 param.unsharded.grad = grad
                 self._ledger.allocate("unsharded_grad", grad.nbytes)
         self._backward_starts()
-        with self.order.reducing():
+        with self.order.reducing(True):
             for flow in dict.fromkeys(flow for flow, _ in params.values()):
                 self.order.reduce(flow.unit)
             self._end_backward()
@@ -369,8 +361,8 @@ class Hooks:
 
     def remove(self) -> None:
         """Take the hooks off the modules."""
-        for handle in self._handles:
-            handle.remove()
+        for hooks in self._bound:
+            hooks.remove()
 
     def reset(self) -> None:
         """After an exception: as if nothing had been called."""

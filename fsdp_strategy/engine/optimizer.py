@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_strategy.engine.engine import FullyShardedEngine
-from fsdp_strategy.engine.sharded_tensor import ParamOwner, ShardedTensor, local_of, owner_of
+from fsdp_strategy.engine.sharded_tensor import GRAD, ShardedTensor, local_of, owner_of
 from fsdp_strategy.engine.unit import UnitParam
-
-_GRAD: Any = Tensor.grad  # the descriptor
 
 
 def _wrap(value: Any, like: ShardedTensor) -> Any:
@@ -51,7 +49,7 @@ def check_holds_shards(optimizer: Optimizer, number: int, engine: FullyShardedEn
 
 def _take_grads(params: Sequence[Tensor], local: Sequence[nn.Parameter]) -> None:
     """Give local parameters the gradients of the visible ones; most have them from the step before."""
-    get, put = _GRAD.__get__, _GRAD.__set__
+    get, put = GRAD.__get__, GRAD.__set__
     for param, mine in zip(params, local, strict=True):
         grad = get(param)
         own = None if grad is None else local_of(grad)
@@ -66,11 +64,10 @@ class LocalStep:
         """Attach to an optimizer over sharded parameters."""
         self._optimizer = optimizer
         self._locals: dict[Tensor, nn.Parameter] = {}
-        self._owner: ParamOwner | None = None  # of any parameter: they share one engine
         with torch.inference_mode(False), torch.no_grad():
             for param in params:
                 self._locals[param.sharded] = nn.Parameter(param.local, requires_grad=param.unsharded.requires_grad)
-                self._owner = owner_of(param.sharded)
+        self._owner = owner_of(next(iter(self._locals))) if self._locals else None  # any: they share one engine
         self._num_shared = 0  # parameters whose state both dictionaries have
         self._lists: list[list[Tensor]] = []  # the visible lists while swapped
         self._visible_state: Any = None

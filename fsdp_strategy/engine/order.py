@@ -122,9 +122,9 @@ class CollectiveOrder:
         self._negotiate(_gather_request(unit))
 
     @contextmanager
-    def reducing(self) -> Iterator[None]:
-        """Inside the block gradients are reduced, also while those of micro-batches are accumulated unsharded."""
-        before, self.reduces = self.reduces, True
+    def reducing(self, value: bool) -> Iterator[None]:
+        """Inside the block gradients are reduced, or accumulated unsharded."""
+        before, self.reduces = self.reduces, value
         try:
             yield
         finally:

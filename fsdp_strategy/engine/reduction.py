@@ -117,18 +117,20 @@ class Reducer:
             for span in unit.spans:
                 for param in span.params:
                     if param.unsharded.grad is not None:
-                        self._accumulated[param] = self._take(param, self.reduce_dtype(span))
+                        grad = self._take(param)
+                        assert grad is not None
+                        self._accumulated[param] = self._in_dtype(grad, self.reduce_dtype(span))
 
-    def _take(self, param: UnitParam, dtype: torch.dtype) -> Tensor:
-        """All of the parameter's gradient on this rank, out of where it lies; in `dtype` if earlier ones are in it."""
+    def _take(self, param: UnitParam) -> Tensor | None:
+        """All of the parameter's gradient on this rank, out of where it lies."""
         grad, earlier = param.unsharded.grad, self._accumulated.pop(param, None)
         param.unsharded.grad = None
-        if earlier is not None:
-            if grad is not None:
-                earlier.add_(grad)
-                self._ledger.free("unsharded_grad", grad.nbytes)
-            return earlier
-        assert grad is not None
+        if earlier is None or grad is None:
+            return grad if earlier is None else earlier
+        self._ledger.free("unsharded_grad", grad.nbytes)
+        return earlier.add_(grad)
+
+    def _in_dtype(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         taken = grad.to(dtype.to_complex() if grad.is_complex() else dtype)
         if taken is not grad:
             self._ledger.allocate("unsharded_grad", taken.nbytes)
@@ -160,7 +162,7 @@ class Reducer:
                 for param in span.params:
                     if not param.sharded.requires_grad:
                         self._drop(unit, param)  # it was frozen after it was unsharded
-                grads = [self._take_all(param) for param in plan.params]
+                grads = [self._take(param) for param in plan.params]
                 for param, grad in zip(plan.params, grads, strict=True):
                     if grad is not None:
                         self.has_grad.add(param)
@@ -183,12 +185,6 @@ class Reducer:
         earlier = self._accumulated.pop(param, None)
         if earlier is not None:
             self._ledger.free("unsharded_grad", earlier.nbytes)
-
-    def _take_all(self, param: UnitParam) -> Tensor | None:
-        if param in self._accumulated:
-            return self._take(param, self._accumulated[param].dtype)
-        grad, param.unsharded.grad = param.unsharded.grad, None
-        return grad
 
     def finish(self) -> None:
         """Wait for the reduction in flight, if any, and add its result to the sharded gradients."""

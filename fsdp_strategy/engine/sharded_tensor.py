@@ -24,19 +24,19 @@ from fsdp_strategy.engine.operation_names import ALIASES, NEEDS_A_ROW, RANDOM, a
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_GRAD: Any = Tensor.grad  # the descriptor
+GRAD: Any = Tensor.grad  # the descriptor, for reading it of many tensors
 
 
 class ParamOwner(Protocol):
     """What a parameter asks of the engine that shards it."""
+
+    unit_index: int
 
     def is_computing(self) -> bool:
         """Whether uses of the parameter are part of a step."""
 
     def gather(self) -> Tensor:
         """The whole parameter, recorded by autograd where gradients are on. Collective."""
-
-    unit_index: int
 
     def before_write(self) -> None:
         """This rank's shard is about to be overwritten: wait until what is sent from it has left."""
@@ -66,14 +66,14 @@ class ShardedTensor(Tensor):
     def grad(self) -> Tensor | None:
         """The sharded gradient. Read for every parameter in every step, so without the detour of an operation."""
         with torch._C.DisableTorchFunctionSubclass():
-            return cast("Tensor | None", _GRAD.__get__(self))
+            return cast("Tensor | None", GRAD.__get__(self))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(value, Tensor) and not isinstance(value, DTensor | ShardedTensor):
                 value = _share_of(value, self)
-            _GRAD.__set__(self, value)
+            GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -124,8 +124,8 @@ class ShardedTensor(Tensor):
         kwargs = kwargs or {}
         name = name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") == "__set__" and _set(name, *args):
-                return None
+            if name == "data" and getattr(func, "__name__", "") == "__set__":
+                return _set_data(*args)
             if func is torch.autograd.grad:
                 return _grads(*args, **kwargs)
             if name == "register_hook" and (owner := owner_of(args[0])) is not None:
@@ -177,9 +177,8 @@ class RowShardedTensor(ShardedTensor, DTensor):
         shape, stride = torch.Size(cut.spec.shape), cut.spec.stride
         return _watch(DTensor.from_local(local, axis, [placement], run_check=False, shape=shape, stride=stride))
 
-    def _bounds(self) -> list[tuple[int, int]]:
-        size = self.device_mesh.size()
-        return [shard_bounds(self.shape[0], size, rank) for rank in range(size)]
+    def _rows_of(self, rank: int) -> tuple[int, int]:
+        return shard_bounds(self.shape[0], self.device_mesh.size(), rank)
 
     @property
     def is_replicated(self) -> bool:
@@ -193,8 +192,11 @@ class RowShardedTensor(ShardedTensor, DTensor):
 
     def keep(self, full: Tensor) -> None:
         """See `ShardedTensor`."""
-        first, last = (None, None) if self.is_replicated else self._bounds()[self.device_mesh.get_local_rank()]
-        self._local_tensor.copy_(full[first:last] if full.dim() else full)
+        if self.is_replicated:
+            self._local_tensor.copy_(full)
+        else:
+            first, last = self._rows_of(self.device_mesh.get_local_rank())
+            self._local_tensor.copy_(full[first:last])
 
     def like(self, local: Tensor) -> ShardedTensor:
         """See `ShardedTensor`."""
@@ -213,7 +215,8 @@ class RowShardedTensor(ShardedTensor, DTensor):
         """See `ShardedTensor`."""
         if self.is_replicated:
             return [self.numel()] + [0] * (self.device_mesh.size() - 1)
-        return [(last - first) * self.shape[1:].numel() for first, last in self._bounds()]
+        bounds = map(self._rows_of, range(self.device_mesh.size()))
+        return [(last - first) * self.shape[1:].numel() for first, last in bounds]
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """See `ShardedTensor`."""
@@ -221,7 +224,10 @@ class RowShardedTensor(ShardedTensor, DTensor):
 
     def lacks_elements(self) -> bool:
         """See `ShardedTensor`."""
-        return not self.is_replicated and bool(self.dim()) and len(set(self._bounds()[-1])) == 1
+        if self.is_replicated or not self.dim():
+            return False
+        first, last = self._rows_of(self.device_mesh.size() - 1)
+        return first == last
 
 
 def local_of(value: Tensor) -> Tensor:
@@ -309,13 +315,6 @@ def _grads(outputs: Any, inputs: Sequence[Tensor], **kwargs: Any) -> Sequence[Te
     if not owners:
         return torch.autograd.grad(outputs, inputs, **kwargs)
     return next(iter(owners.values())).grads(outputs, inputs, owners, **kwargs)
-
-
-def _set(name: str, target: ShardedTensor, value: Any) -> bool:
-    """`param.data = value` of a whole plain tensor keeps this rank's share of it."""
-    if name == "data":
-        _set_data(target, value)
-    return name == "data"
 
 
 def _share_of(value: Tensor, target: ShardedTensor) -> Tensor:

@@ -151,8 +151,7 @@ def _select(root: nn.Module, policy: UnitPolicy) -> list[tuple[str, nn.Module]]:
                 f"container. Select its children, for example {fqn + '.*'!r}."
             )
     # `torch.compile(module)` is a module around it; hooks inside would be traced.
-    wrappers = {id(inner): (fqn, m) for fqn, m in root.named_modules() if (inner := m.__dict__.get("_orig_mod"))}
-    wrappers |= {id(m._modules["_orig_mod"]): (fqn, m) for fqn, m in root.named_modules() if "_orig_mod" in m._modules}
+    wrappers = {id(m._modules["_orig_mod"]): (fqn, m) for fqn, m in root.named_modules() if "_orig_mod" in m._modules}
     return [wrappers.get(id(module), (fqn, module)) for fqn, module in selected]
 
 
